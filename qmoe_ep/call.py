@@ -1,0 +1,397 @@
+"""Checked operands: what a call computes, with every size and type, as plain data.
+
+:func:`describe_call` checks the operands of a call against the node's attributes and gives the
+:class:`CallDescription` from which every provider works. Nothing here reads a tensor's values or
+allocates memory; sizes are exact integers. Letters as in :mod:`qmoe_ep.operator`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from qmoe_ep.errors import QMoEError
+from qmoe_ep.operator import (
+    INPUT_NAMES,
+    MATRIX_INPUTS,
+    ROUTER_WEIGHTS,
+    SM80_ROW_TILE,
+    Layout,
+    QMoENode,
+    check_claim,
+    operands_reason,
+    resolve_layout,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "FLOAT_DTYPES",
+    "CallDescription",
+    "ExpertMatrix",
+    "Experts",
+    "Operand",
+    "OperandType",
+    "describe_call",
+    "describe_experts",
+    "packed_bytes",
+]
+
+FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(bfloat16))
+MAX_BYTES = 2**63 - 1
+
+Gating: TypeAlias = Literal["none", "interleaved", "halves", "fc3"]
+"""Where the up half of a gated activation comes from: nowhere, odd rows of FC1, the second half of
+the rows of FC1, or FC3."""
+
+
+class Operand(Protocol):
+    """Anything with a shape and a dtype: an array, a device tensor, an :class:`OperandType`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class OperandType:
+    """Shape and dtype of an operand, without its data."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrix:
+    """One quantized matrix per expert: value(e, n, k) = (code − zero point)·scale, in rows of ``in_features``.
+
+    ``block_size`` 0 means one scale per row. Without zero points the zero point is 2^(bits−1).
+    """
+
+    name: str
+    bits: int
+    block_size: int
+    out_features: int
+    in_features: int
+    layout: Layout
+    scale_dtype: np.dtype[Any]
+    zero_points: bool
+    bias_dtype: np.dtype[Any] | None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one packed row."""
+        return packed_bytes(self.in_features, self.bits)
+
+    @property
+    def blocks(self) -> int:
+        """Scales per row."""
+        return self.in_features // self.block_size if self.block_size else 1
+
+    @property
+    def zero_point_shape(self) -> tuple[int, ...]:
+        """Shape of the packed zero points of one expert."""
+        if self.block_size:
+            return (self.out_features, packed_bytes(self.blocks, self.bits))
+        return (packed_bytes(self.out_features, self.bits),)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert: packed weights, scales and zero points, as a decode step reads them."""
+        scales = self.out_features * self.blocks * self.scale_dtype.itemsize
+        zero_points = math.prod(self.zero_point_shape) if self.zero_points else 0
+        return self.out_features * self.row_bytes + scales + zero_points
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The weights' side of a call: what is constant over a node's life."""
+
+    num_experts: int
+    hidden_size: int
+    inter_size: int
+    gating: Gating
+    fc1: ExpertMatrix
+    fc2: ExpertMatrix
+    fc3: ExpertMatrix | None
+
+    @property
+    def matrices(self) -> tuple[ExpertMatrix, ...]:
+        """FC1, FC2 and, where present, FC3."""
+        return (self.fc1, self.fc2) if self.fc3 is None else (self.fc1, self.fc2, self.fc3)
+
+
+@dataclass(frozen=True, slots=True)
+class CallDescription:
+    """A checked call: every size and type that a provider needs, as exact integers and dtypes."""
+
+    node: QMoENode
+    experts: Experts
+    rows: int
+    top_k: int
+    input_shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    router_dtype: np.dtype[Any]
+    router_weights_dtype: np.dtype[Any] | None
+
+    @property
+    def routes(self) -> int:
+        """Selected (row, expert) pairs."""
+        return self.rows * self.top_k
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Bytes that ``count`` codes of ``bits`` bits occupy, padded to a byte."""
+    return (count * bits + 7) // 8
+
+
+def _type(index: int, operand: Operand, allowed: Sequence[np.dtype[Any]]) -> OperandType:
+    """Dtype and sane sizes of one operand."""
+    name = INPUT_NAMES[index]
+    shape = tuple(int(d) for d in operand.shape)
+    dtype = np.dtype(operand.dtype)
+    if dtype not in allowed:
+        expected = ", ".join(str(d) for d in allowed)
+        raise QMoEError(f"{name}: expected dtype {expected}, got {dtype}; convert it or fix the export")
+    if any(d < 0 for d in shape):
+        raise QMoEError(f"{name}: negative dimension in shape {list(shape)}")
+    # A zero elsewhere must not hide a dimension product that no memory could hold.
+    if math.prod(max(d, 1) for d in shape) * dtype.itemsize > MAX_BYTES:
+        raise QMoEError(f"{name}: shape {list(shape)} is larger than 2^63-1 bytes; check the dimensions")
+    return OperandType(shape, dtype)
+
+
+def _ranked(index: int, operand: OperandType, ranks: tuple[int, ...], dims: str) -> None:
+    if len(operand.shape) not in ranks:
+        expected = " or ".join(map(str, ranks))
+        raise QMoEError(
+            f"{INPUT_NAMES[index]}: expected rank {expected} {dims}, got rank {len(operand.shape)} "
+            f"with shape {list(operand.shape)}; reshape it"
+        )
+
+
+def _shaped(index: int, operand: OperandType, expected: Sequence[tuple[int, ...]], dims: str) -> None:
+    if operand.shape in expected:
+        return
+    hint = "fix the export"
+    if operand.dtype == np.uint8 and math.prod(operand.shape) == math.prod(expected[0]):
+        hint = "the byte count fits, so the file seems to carry other (older) dimensions for the same bytes: export it anew"
+    words = " or ".join(str(list(s)) for s in expected)
+    raise QMoEError(f"{INPUT_NAMES[index]}: expected shape {words} {dims}, got {list(operand.shape)}; {hint}")
+
+
+def _majority(votes: Sequence[int]) -> int:
+    """The value that most operands imply, so that a message names the one that differs (the first wins a tie)."""
+    return max(votes, key=lambda v: (votes.count(v), -votes.index(v)))
+
+
+def _operand_types(node: QMoENode, operands: Mapping[int, Operand]) -> dict[int, OperandType]:
+    uint8 = (np.dtype(np.uint8),)
+    packed = {i for matrix in MATRIX_INPUTS.values() for i in (matrix[0], matrix[3])}
+    types: dict[int, OperandType] = {}
+    for index, operand in sorted(operands.items()):
+        types[index] = _type(index, operand, uint8 if index in packed else FLOAT_DTYPES)
+    for matrix in MATRIX_INPUTS.values():
+        for index, ranks, dims in (
+            (matrix[0], (3,), "[E, out, packed row bytes]"),
+            (matrix[1], (3,) if node.blocks else (2, 3), "[E, out, blocks]" if node.blocks else "[E, out]"),
+            (matrix[2], (2,), "[E, out]"),
+            (matrix[3], (3,) if node.blocks else (2,), "[E, out, bytes]" if node.blocks else "[E, bytes]"),
+        ):
+            if index in types:
+                _ranked(index, types[index], ranks, dims)
+    return types
+
+
+def _sizes(node: QMoENode, types: Mapping[int, OperandType], hidden: list[int], experts: list[int]) -> tuple[int, ...]:
+    """E, H and I by the majority of the operands that imply them."""
+    fused = 2 if node.swiglu_fusion else 1
+    inter: list[int] = []
+    for index in (2, 3, 4, 8, 9, 10):
+        if index in types:
+            inter.append(types[index].shape[1] // (fused if index < 8 else 1))
+    for index in (5, 6, 7):
+        if index in types:
+            hidden.append(types[index].shape[1])
+    if node.blocks:
+        inter.append(types[6].shape[2] * node.blocks)
+        hidden.append(types[3].shape[2] * node.blocks)
+    for index, matrix, votes in ((5, "fc2", inter), (2, "fc1", hidden)):
+        if (types[index].shape[2] * 8) % node.bits(matrix) == 0:
+            votes.append(types[index].shape[2] * 8 // node.bits(matrix))
+    experts.extend(t.shape[0] for i, t in types.items() if 2 <= i < ROUTER_WEIGHTS)
+    return _majority(experts), _majority(hidden), _majority(inter)
+
+
+def _check_sizes(node: QMoENode, num_experts: int, hidden_size: int, inter_size: int) -> None:
+    for size, what, index in ((num_experts, "experts", 2), (hidden_size, "hidden", 5), (inter_size, "intermediate", 5)):
+        if size < 1:
+            shape = "[E, N1, ...]" if index == 2 else "[E, H, I·b/8]"
+            raise QMoEError(f"{INPUT_NAMES[index]}: the {what} size is {size}, expected at least 1 ({shape})")
+    if node.k > num_experts:
+        raise QMoEError(f"attribute k = {node.k} is larger than the number of experts, {num_experts}; lower k")
+    for size, what in ((hidden_size, "hidden size H"), (inter_size, "intermediate size I")):
+        if node.blocks and size % node.blocks:
+            raise QMoEError(
+                f"attribute block_size = {node.blocks} doesn't divide the {what} = {size}; "
+                "use a block size that divides both H and I, or row-wise scales"
+            )
+
+
+def describe_experts(
+    node: QMoENode,
+    operands: Mapping[int, Operand],
+    *,
+    weights_layout: Layout | None = None,
+    hidden_size: int | None = None,
+    num_experts: int | None = None,
+) -> Experts:
+    """Check the operands that hold weights (by input index, absent ones left out) and describe them.
+
+    ``hidden_size`` and ``num_experts``, where the caller knows them from other operands, take part in
+    finding which operand is the odd one out.
+
+    Raises
+    ------
+    QMoEError
+        Naming the operand or attribute, what was expected and what came.
+    """
+    present = [i in operands or i < 2 for i in range(len(INPUT_NAMES))]
+    if (reason := operands_reason(node, present)) is not None:
+        raise QMoEError(reason)
+    types = _operand_types(node, {i: t for i, t in operands.items() if 2 <= i < ROUTER_WEIGHTS})
+    votes_h = [] if hidden_size is None else [hidden_size]
+    votes_e = [] if num_experts is None else [num_experts]
+    experts, hidden, inter = _sizes(node, types, votes_h, votes_e)
+    _check_sizes(node, experts, hidden, inter)
+    fusions: tuple[Gating, ...] = ("none", "interleaved", "halves")
+    gating = "fc3" if 8 in types else fusions[node.swiglu_fusion]
+    n1 = 2 * inter if node.swiglu_fusion else inter
+    layout = resolve_layout(node, weights_layout)
+
+    def matrix(name: str, out: int, inner: int) -> ExpertMatrix:
+        described = _describe_matrix(name, node, types, layout, out, inner)
+        _check_matrix(described, types, experts, fused=bool(node.swiglu_fusion))
+        return described
+
+    return Experts(
+        num_experts=experts,
+        hidden_size=hidden,
+        inter_size=inter,
+        gating=gating,
+        fc1=matrix("fc1", n1, hidden),
+        fc2=matrix("fc2", hidden, inter),
+        fc3=matrix("fc3", inter, hidden) if 8 in types else None,
+    )
+
+
+def _describe_matrix(
+    name: str, node: QMoENode, types: Mapping[int, OperandType], layout: Layout, out: int, inner: int
+) -> ExpertMatrix:
+    _, scales, bias, zero_points = MATRIX_INPUTS[name]
+    return ExpertMatrix(
+        name=name,
+        bits=node.bits(name),
+        block_size=node.blocks,
+        out_features=out,
+        in_features=inner,
+        layout=layout,
+        scale_dtype=types[scales].dtype,
+        zero_points=zero_points in types,
+        bias_dtype=types[bias].dtype if bias in types else None,
+    )
+
+
+def _check_matrix(m: ExpertMatrix, types: Mapping[int, OperandType], experts: int, *, fused: bool) -> None:
+    weights, scales, bias, zero_points = MATRIX_INPUTS[m.name]
+    rows = {"fc1": "2·I" if fused else "I", "fc2": "H", "fc3": "I"}[m.name]
+    inner = "I" if m.name == "fc2" else "H"
+    _shaped(weights, types[weights], [(experts, m.out_features, m.row_bytes)], f"[E, {rows}, {inner}·{m.bits}/8]")
+    if m.block_size:
+        _shaped(scales, types[scales], [(experts, m.out_features, m.blocks)], f"[E, {rows}, {inner}/{m.block_size}]")
+    else:
+        row_wise = (experts, m.out_features)
+        _shaped(scales, types[scales], [row_wise, (*row_wise, 1)], f"[E, {rows}] (row-wise)")
+    if bias in types:
+        _shaped(bias, types[bias], [(experts, m.out_features)], f"[E, {rows}]")
+    if zero_points in types:
+        dims = f"[E, {rows}, ceil(blocks·{m.bits}/8)]" if m.block_size else f"[E, ceil({rows}·{m.bits}/8)] (row-wise)"
+        _shaped(zero_points, types[zero_points], [(experts, *m.zero_point_shape)], dims)
+    if m.layout == "sm80" and (m.out_features % SM80_ROW_TILE[m.bits] or m.in_features % 64):
+        raise QMoEError(
+            f"{INPUT_NAMES[weights]}: the SM80 layout needs output features in multiples of {SM80_ROW_TILE[m.bits]} and "
+            f"input features in multiples of 64, got {m.out_features} × {m.in_features}; store the weights raw"
+        )
+
+
+def describe_call(
+    node: QMoENode, operands: Sequence[Operand | None], *, weights_layout: Layout | None = None
+) -> CallDescription:
+    """Check the operands of a call, in ONNX order with ``None`` for absent ones, and describe it.
+
+    Raises
+    ------
+    QMoEError
+        If the node is declined (see :func:`unsupported_reason`) or an operand doesn't fit: which one,
+        what was expected, what came, what to do. Nothing has been allocated by then.
+    """
+    check_claim(node, weights_layout)
+    if len(operands) > len(INPUT_NAMES):
+        raise QMoEError(f"got {len(operands)} operands, expected at most {len(INPUT_NAMES)}")
+    given = {i: o for i, o in enumerate(operands) if o is not None}
+    if (reason := operands_reason(node, [i in given for i in range(len(INPUT_NAMES))])) is not None:
+        raise QMoEError(reason)
+    x, router = _type(0, given[0], FLOAT_DTYPES), _type(1, given[1], FLOAT_DTYPES)
+    _ranked(0, x, (2, 3), "[rows, H] or [batch, sequence, H]")
+    if not router.shape:
+        raise QMoEError("router_probs: expected rank 1 or more with last dimension E, got a scalar; reshape it")
+    routing = _type(ROUTER_WEIGHTS, given[ROUTER_WEIGHTS], FLOAT_DTYPES) if ROUTER_WEIGHTS in given else None
+    experts = describe_experts(
+        node, given, weights_layout=weights_layout, hidden_size=x.shape[-1], num_experts=router.shape[-1]
+    )
+    rows = math.prod(x.shape[:-1])
+    _check_rows(node, experts, rows, x, router, routing)
+    return CallDescription(
+        node=node,
+        experts=experts,
+        rows=rows,
+        top_k=int(node.k),
+        input_shape=x.shape,
+        dtype=x.dtype,
+        router_dtype=router.dtype,
+        router_weights_dtype=None if routing is None else routing.dtype,
+    )
+
+
+def _check_rows(
+    node: QMoENode, experts: Experts, rows: int, x: OperandType, router: OperandType, routing: OperandType | None
+) -> None:
+    if x.shape[-1] != experts.hidden_size:
+        raise QMoEError(
+            f"input: expected last dimension H = {experts.hidden_size} as in fc2_experts_weights, "
+            f"got shape {list(x.shape)}; reshape it or use the weights that belong to it"
+        )
+    if router.shape[-1] != experts.num_experts:
+        raise QMoEError(
+            f"router_probs: expected last dimension E = {experts.num_experts} as in fc1_experts_weights, "
+            f"got shape {list(router.shape)}"
+        )
+    if math.prod(router.shape[:-1]) != rows:
+        raise QMoEError(
+            f"router_probs: expected {rows} rows as in input {list(x.shape)}, got {math.prod(router.shape[:-1])} "
+            f"with shape {list(router.shape)}; its leading dimensions must multiply to the rows of input"
+        )
+    if routing is not None:
+        _shaped(ROUTER_WEIGHTS, routing, [(rows, experts.num_experts)], "[rows, E]")
+    # Routes and features are what providers index and allocate by.
+    widest = max(experts.fc1.out_features, experts.hidden_size)
+    if max(rows, 1) * int(node.k) * widest * 8 > MAX_BYTES:
+        raise QMoEError(
+            f"input: {rows} rows with k = {node.k} need more than 2^63-1 bytes of intermediate results; split the call"
+        )

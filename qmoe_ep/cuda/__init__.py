@@ -1,0 +1,1 @@
+"""The CUDA provider: what callers hold, and the order of launches."""
