@@ -181,7 +181,7 @@ def _shaped(index: int, operand: OperandType, expected: Sequence[tuple[int, ...]
         return
     hint = "fix the export"
     if operand.dtype == np.uint8 and math.prod(operand.shape) == math.prod(expected[0]):
-        hint = "the byte count fits, so the file seems to carry other (older) dimensions for the same bytes: export it anew"
+        hint = "the byte count fits: the file carries other (older) dimensions for the same bytes; export it anew"
     words = " or ".join(str(list(s)) for s in expected)
     raise QMoEError(f"{INPUT_NAMES[index]}: expected shape {words} {dims}, got {list(operand.shape)}; {hint}")
 
@@ -325,8 +325,8 @@ def _check_matrix(m: ExpertMatrix, types: Mapping[int, OperandType], experts: in
         _shaped(zero_points, types[zero_points], [(experts, *m.zero_point_shape)], dims)
     if m.layout == "sm80" and (m.out_features % SM80_ROW_TILE[m.bits] or m.in_features % 64):
         raise QMoEError(
-            f"{INPUT_NAMES[weights]}: the SM80 layout needs output features in multiples of {SM80_ROW_TILE[m.bits]} and "
-            f"input features in multiples of 64, got {m.out_features} × {m.in_features}; store the weights raw"
+            f"{INPUT_NAMES[weights]}: the SM80 layout needs output features in multiples of "
+            f"{SM80_ROW_TILE[m.bits]} and input features in multiples of 64, got {m.out_features} × {m.in_features}; store the weights raw"
         )
 
 

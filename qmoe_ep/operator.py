@@ -361,7 +361,7 @@ def _layout_reason(node: QMoENode, weights_layout: Layout | None) -> str | None:
     if resolve_layout(node, weights_layout) == "raw":
         return None
     for matrix in MATRIX_INPUTS:
-        if matrix == "fc3" and not (node.has_input(8) or node.activation_type == "swiglu" and not node.swiglu_fusion):
+        if matrix == "fc3" and not (node.has_input(8) or (node.activation_type == "swiglu" and not node.swiglu_fusion)):
             continue
         if (bits := node.bits(matrix)) not in SM80_ROW_TILE:
             return (
