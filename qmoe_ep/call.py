@@ -326,7 +326,8 @@ def _check_matrix(m: ExpertMatrix, types: Mapping[int, OperandType], experts: in
     if m.layout == "sm80" and (m.out_features % SM80_ROW_TILE[m.bits] or m.in_features % 64):
         raise QMoEError(
             f"{INPUT_NAMES[weights]}: the SM80 layout needs output features in multiples of "
-            f"{SM80_ROW_TILE[m.bits]} and input features in multiples of 64, got {m.out_features} × {m.in_features}; store the weights raw"
+            f"{SM80_ROW_TILE[m.bits]} and input features in multiples of 64, got {m.out_features} × {m.in_features}; "
+            "store the weights raw"
         )
 
 
