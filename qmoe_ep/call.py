@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from ml_dtypes import bfloat16
@@ -18,6 +18,7 @@ from qmoe_ep.errors import QMoEError
 from qmoe_ep.operator import (
     INPUT_NAMES,
     MATRIX_INPUTS,
+    REQUIRED_INPUTS,
     ROUTER_WEIGHTS,
     SM80_ROW_TILE,
     Layout,
@@ -37,10 +38,14 @@ __all__ = [
     "Experts",
     "Operand",
     "OperandType",
+    "check_constants",
     "describe_call",
     "describe_experts",
+    "merge_operands",
     "packed_bytes",
 ]
+
+T = TypeVar("T")
 
 FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(bfloat16))
 MAX_BYTES = 2**63 - 1
@@ -191,7 +196,8 @@ def _majority(votes: Sequence[int]) -> int:
     return max(votes, key=lambda v: (votes.count(v), -votes.index(v)))
 
 
-def _operand_types(node: QMoENode, operands: Mapping[int, Operand]) -> dict[int, OperandType]:
+def operand_types(node: QMoENode, operands: Mapping[int, Operand]) -> dict[int, OperandType]:
+    """Dtypes and ranks of the operands that hold weights."""
     uint8 = (np.dtype(np.uint8),)
     packed = {i for matrix in MATRIX_INPUTS.values() for i in (matrix[0], matrix[3])}
     types: dict[int, OperandType] = {}
@@ -265,7 +271,7 @@ def describe_experts(
     present = [i in operands or i < 2 for i in range(len(INPUT_NAMES))]
     if (reason := operands_reason(node, present)) is not None:
         raise QMoEError(reason)
-    types = _operand_types(node, {i: t for i, t in operands.items() if 2 <= i < ROUTER_WEIGHTS})
+    types = operand_types(node, {i: t for i, t in operands.items() if 2 <= i < ROUTER_WEIGHTS})
     votes_h = [] if hidden_size is None else [hidden_size]
     votes_e = [] if num_experts is None else [num_experts]
     experts, hidden, inter = _sizes(node, types, votes_h, votes_e)
@@ -396,3 +402,45 @@ def _check_rows(
         raise QMoEError(
             f"input: {rows} rows with k = {node.k} need more than 2^63-1 bytes of intermediate results; split the call"
         )
+
+
+def merge_operands(constants: Mapping[int, T], inputs: Sequence[T | None]) -> list[T | None]:
+    """A call's operands in ONNX order: what the kernel holds since its creation, and what the call brings.
+
+    Raises
+    ------
+    QMoEError
+        If a call brings an operand that the kernel holds already.
+    """
+    if len(inputs) > len(INPUT_NAMES):
+        raise QMoEError(f"got {len(inputs)} operands, expected at most {len(INPUT_NAMES)}")
+    operands: list[T | None] = [*inputs, *[None] * (len(INPUT_NAMES) - len(inputs))]
+    for index, constant in constants.items():
+        if operands[index] is not None:
+            raise QMoEError(
+                f"{INPUT_NAMES[index]} (input {index}) was given as an initializer when the kernel was created; "
+                "pass None for it"
+            )
+        operands[index] = constant
+    return operands
+
+
+def check_constants(
+    node: QMoENode, constants: Mapping[int, Operand], *, weights_layout: Layout | None = None
+) -> Experts | None:
+    """Check a node's initializers when its kernel is created, as far as they tell.
+
+    Returns the description of the experts if all their operands are there, else ``None``: then the
+    first call that brings the rest finds what doesn't fit.
+    """
+    for index in constants:
+        if index not in range(len(INPUT_NAMES)):
+            raise QMoEError(f"initializers: expected input indices 0 to {len(INPUT_NAMES) - 1}, got {index!r}")
+        if index < 2 or index == ROUTER_WEIGHTS:
+            raise QMoEError(f"{INPUT_NAMES[index]} (input {index}) changes with each call; don't give it at creation")
+        if node.has_input(index) is False:
+            raise QMoEError(f"{INPUT_NAMES[index]} (input {index}) is absent from the node; don't give it at creation")
+    if not all(i in constants for i in REQUIRED_INPUTS if i >= 2):
+        operand_types(node, constants)
+        return None
+    return describe_experts(node, constants, weights_layout=weights_layout)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qmoe_ep.activation import activate
 from qmoe_ep.call import CallDescription, ExpertMatrix, describe_call
 from qmoe_ep.operator import INPUT_NAMES, MATRIX_INPUTS, ROUTER_WEIGHTS, Layout, QMoENode
 from qmoe_ep.quantization import dequantize_matrix
@@ -21,41 +22,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["activate", "gelu", "qmoe", "row_errors", "row_magnitudes", "sigmoid"]
+__all__ = ["qmoe", "row_errors", "row_magnitudes"]
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-
-
-def sigmoid(x: Array) -> Array:
-    """σ(x) = 1 / (1 + exp(−x))."""
-    with np.errstate(over="ignore"):
-        y: Array = 1 / (1 + np.exp(-x))
-    return y
-
-
-def gelu(x: Array) -> Array:
-    """The tanh form: 0.5·x·(1 + tanh(√(2/π)·(x + 0.044715·x³))), √(2/π) to double precision."""
-    return 0.5 * x * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x**3)))
-
-
-def activate(node: QMoENode, fc1: Array, up: Array | None) -> Array:
-    """Apply the node's activation to the gate (or only) features and, where there is one, the up half.
-
-    Gated: gate' = min(gate, limit), up' = clamp(up, ±limit),
-    activated = gate'·σ(alpha·gate')·(up' + beta). A NaN stays a NaN.
-    """
-    if up is not None:
-        if node.swiglu_limit is not None:
-            fc1 = np.minimum(fc1, node.swiglu_limit)
-            up = np.clip(up, -node.swiglu_limit, node.swiglu_limit)
-        return fc1 * sigmoid(node.activation_alpha * fc1) * (up + node.activation_beta)
-    ungated: dict[str, Callable[[Array], Array]] = {
-        "relu": lambda x: np.maximum(x, 0),
-        "gelu": gelu,
-        "silu": lambda x: x * sigmoid(x),
-        "identity": lambda x: x,
-    }
-    return ungated[node.activation_type](fc1)
 
 
 def qmoe(
@@ -80,7 +49,7 @@ def qmoe(
         As :func:`qmoe_ep.call.describe_call`.
     """
     call = describe_call(node, inputs, weights_layout=weights_layout)
-    return _evaluate(call, _padded(inputs), np.asarray)
+    return _evaluate(call, _padded(inputs), lambda value: value)
 
 
 def row_magnitudes(
