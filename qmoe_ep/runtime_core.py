@@ -1,0 +1,394 @@
+"""What the driver gave a runtime, and how all of it goes back.
+
+:class:`Core` belongs to one ``Runtime`` and refers to nothing above it, so that the runtime's finalizer can
+hold it. Its methods expect the lock held and the context current, unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from qmoe_ep.capabilities import Capabilities
+from qmoe_ep.driver import check, driver
+from qmoe_ep.errors import CaptureError, CudaError, QMoEError
+from qmoe_ep.memory import MemoryStatistics
+
+__all__ = ["Core"]
+
+_log = logging.getLogger("qmoe_ep")
+
+_EXIT_PATIENCE_SECONDS = 5.0
+"""How long a finalizer waits for a thread that holds the lock; afterwards the process's end frees the memory."""
+
+
+class Current:
+    """Context manager: the primary context is current inside, the caller's own is back afterwards."""
+
+    __slots__ = ("_core", "_pushed")
+
+    def __init__(self, core: Core) -> None:
+        self._core, self._pushed = core, False
+
+    def __enter__(self) -> None:
+        core = self._core
+        if core.closed:
+            hint = "It is closed, or this is a forked child: create a new one"
+            raise CudaError("CUDA_ERROR_DEINITIALIZED", "Runtime", "use the runtime", hint)
+        current = check(core.get_current(), "cuCtxGetCurrent", "read the current context")
+        if int(current) != core.context_handle:
+            check(driver().cuCtxPushCurrent(core.context), "cuCtxPushCurrent", "make the primary context current")
+            self._pushed = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._pushed:
+            self._pushed = False
+            check(driver().cuCtxPopCurrent(), "cuCtxPopCurrent", "restore the caller's context")
+
+
+class Core:
+    """Primary context, stream, pool and event of one runtime.
+
+    Attributes
+    ----------
+    lock : the runtime's lock
+    deferred : actions queued by finalizers and during captures; appending takes no lock
+    deferred_drain : the same, for what needs a drain first
+    live : device pointer -> bytes, of everything not freed yet
+    own_capture : the package itself began the capture that is in progress
+    """
+
+    def __init__(self, device: int, stream_handle: int | None, stream_owner: Any) -> None:
+        self.lock = threading.RLock()
+        self.closed = False
+        self.own_capture = False
+        self.deferred: deque[Callable[[], None]] = deque()
+        self.deferred_drain: deque[Callable[[], None]] = deque()
+        self.live: dict[int, int] = {}
+        self._closers: dict[int, Callable[[], None]] = {}
+        self._closer_keys = itertools.count()
+        self._stream_owner = stream_owner
+        self._event: Any = None
+        binding = driver()
+        self.get_current = binding.cuCtxGetCurrent
+        self._is_capturing = binding.cuStreamIsCapturing
+        self._idle = binding.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+        self._open(device, stream_handle)
+        _cores.add(self)
+
+    def _open(self, device: int, stream_handle: int | None) -> None:
+        binding = driver()
+        self.device = check(binding.cuDeviceGet(device), "cuDeviceGet", f"open device {device}")
+        doing = f"retain the primary context of device {device}"
+        self.context = check(binding.cuDevicePrimaryCtxRetain(self.device), "cuDevicePrimaryCtxRetain", doing)
+        self.context_handle = int(self.context)
+        try:
+            with self.current(), contextlib.ExitStack() as undo:
+                self._create(stream_handle, undo)
+                self._undo = undo.pop_all()
+        except BaseException:
+            self._give_back("cuDevicePrimaryCtxRelease", self.device)
+            raise
+
+    def _create(self, stream_handle: int | None, undo: contextlib.ExitStack) -> None:
+        binding = driver()
+        self.owns_stream = stream_handle is None
+        if self.owns_stream:
+            flag = binding.CUstream_flags.CU_STREAM_NON_BLOCKING
+            self.stream = check(binding.cuStreamCreate(flag), "cuStreamCreate", "create the runtime's stream")
+            undo.callback(self._give_back, "cuStreamDestroy", self.stream)
+        else:
+            self.stream = binding.CUstream(stream_handle)
+            self._check_stream()
+        self.stream_handle = int(self.stream)
+        self.pool = self._create_pool()
+        undo.callback(self._give_back, "cuMemPoolDestroy", self.pool)
+        threshold = binding.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+        result = binding.cuMemPoolSetAttribute(self.pool, threshold, binding.cuuint64_t(2**64 - 1))
+        check(result, "cuMemPoolSetAttribute", "keep freed memory for reuse")
+
+    def _check_stream(self) -> None:
+        if int(self.stream) == 0:
+            return
+        context = check(driver().cuStreamGetCtx(self.stream), "cuStreamGetCtx", "find the context of the stream given")
+        handle = int(context[0] if isinstance(context, tuple) else context)
+        if handle != self.context_handle:
+            raise QMoEError(
+                f"stream: expected a stream of the primary context of device {int(self.device)}, got one of another "
+                "context or device"
+            )
+
+    def _create_pool(self) -> Any:
+        binding = driver()
+        properties = binding.CUmemPoolProps()
+        properties.allocType = binding.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = binding.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = int(self.device)
+        return check(binding.cuMemPoolCreate(properties), "cuMemPoolCreate", "create the memory pool")
+
+    def _give_back(self, call: str, *arguments: Any) -> None:
+        check(getattr(driver(), call)(*arguments), call, "close the runtime")
+
+    def current(self) -> Current:
+        """Return the context manager; needs neither lock nor context."""
+        return Current(self)
+
+    def capabilities(self) -> Capabilities:
+        """Query the device's limits. Needs no context."""
+        binding = driver()
+
+        def query(name: str) -> int:
+            attribute = getattr(binding.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+            return int(
+                check(binding.cuDeviceGetAttribute(attribute, self.device), "cuDeviceGetAttribute", f"read {name}")
+            )
+
+        name = check(binding.cuDeviceGetName(256, self.device), "cuDeviceGetName", "read the device's name")
+        return Capabilities(
+            device=int(self.device),
+            name=name.split(b"\0")[0].decode(errors="replace"),
+            compute_capability=(query("COMPUTE_CAPABILITY_MAJOR"), query("COMPUTE_CAPABILITY_MINOR")),
+            multiprocessor_count=query("MULTIPROCESSOR_COUNT"),
+            max_threads_per_block=query("MAX_THREADS_PER_BLOCK"),
+            shared_bytes_per_block_optin=query("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+            l2_bytes=query("L2_CACHE_SIZE"),
+            shared_bytes_per_multiprocessor=query("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"),
+            max_threads_per_multiprocessor=query("MAX_THREADS_PER_MULTIPROCESSOR"),
+            registers_per_multiprocessor=query("MAX_REGISTERS_PER_MULTIPROCESSOR"),
+        )
+
+    # Memory
+
+    def allocate(self, nbytes: int, purpose: str) -> int:
+        """Allocate from the pool in stream order and return the address."""
+        result = driver().cuMemAllocFromPoolAsync(nbytes, self.pool, self.stream)
+        pointer = int(check(result, "cuMemAllocFromPoolAsync", f"allocate {nbytes} bytes for {purpose}"))
+        self.live[pointer] = nbytes
+        return pointer
+
+    def release(self, pointer: int) -> None:
+        """Free in stream order, or after the capture that is in progress. Needs no context; never raises.
+
+        What the driver refuses is logged and tried again with the queue: the owner is gone already.
+        """
+        try:
+            with self.current():
+                if self.capture_status() == 0:
+                    check(driver().cuMemFreeAsync(pointer, self.stream), "cuMemFreeAsync", "free device memory")
+                    self.live.pop(pointer, None)
+                    return
+        except CudaError as error:
+            _log.warning("%s; it will be tried again", error)
+        self.deferred.append(lambda: self.release(pointer))
+
+    def htod(self, destination: int, source: int, nbytes: int, doing: str) -> None:
+        """Copy host memory to the device and wait until it was read."""
+        check(driver().cuMemcpyHtoDAsync(destination, source, nbytes, self.stream), "cuMemcpyHtoDAsync", doing)
+        # Whether the driver staged the source is its own affair (it does not for pinned memory), so wait.
+        self.drain(doing)
+
+    def dtoh(self, destination: int, source: int, nbytes: int, doing: str) -> None:
+        """Copy device memory to the host after the stream's work, and wait."""
+        check(driver().cuMemcpyDtoHAsync(destination, source, nbytes, self.stream), "cuMemcpyDtoHAsync", doing)
+        self.drain(doing)
+
+    def memory_statistics(self) -> MemoryStatistics:
+        """Read the pool's counters."""
+        binding = driver()
+
+        def query(name: str) -> int:
+            attribute = getattr(binding.CUmemPool_attribute, f"CU_MEMPOOL_ATTR_{name}")
+            result = binding.cuMemPoolGetAttribute(self.pool, attribute)
+            return int(check(result, "cuMemPoolGetAttribute", f"read {name} of the memory pool"))
+
+        return MemoryStatistics(
+            used=query("USED_MEM_CURRENT"),
+            used_peak=query("USED_MEM_HIGH"),
+            reserved=query("RESERVED_MEM_CURRENT"),
+            reserved_peak=query("RESERVED_MEM_HIGH"),
+            allocations=len(self.live),
+            requested=sum(self.live.values()),
+        )
+
+    def trim(self, keep_bytes: int) -> None:
+        """Give unused memory of the pool back to the device."""
+        check(driver().cuMemPoolTrimTo(self.pool, keep_bytes), "cuMemPoolTrimTo", "trim the memory pool")
+
+    # Barriers, order and capture
+
+    def drain(self, doing: str) -> None:
+        """Wait for the stream, which must not be capturing."""
+        with relaxed_capture_mode():
+            check(driver().cuStreamSynchronize(self.stream), "cuStreamSynchronize", doing)
+
+    def capture_status(self, stream: Any = None) -> int:
+        """Return the number of the driver's capture status: 0 none, 1 active, 2 invalidated."""
+        result = self._is_capturing(self.stream if stream is None else stream)
+        return int(check(result, "cuStreamIsCapturing", "ask whether the stream is capturing"))
+
+    def capturing(self) -> bool:
+        """Whether the stream is capturing, validly or not."""
+        with self.current():
+            return self.capture_status() != 0
+
+    def order(self, before: int, after: int) -> None:
+        """Order the work enqueued on stream `before` ahead of what comes next on stream `after`."""
+        binding = driver()
+        # Handles 0 and 1 both name the legacy default stream.
+        if before == after or {before, after} == {0, 1}:
+            return
+        producer, consumer = binding.CUstream(before), binding.CUstream(after)
+        producing, consuming = self.capture_status(producer) != 0, self.capture_status(consumer) != 0
+        if producing and not consuming:
+            raise CaptureError(
+                f"can't order stream {after:#x} after stream {before:#x}, which is capturing: it would be drawn into "
+                "the capture. End the capture first, or use the capturing stream"
+            )
+        if consuming and not producing:
+            return
+        doing = f"order stream {after:#x} after stream {before:#x}"
+        if self._event is None:
+            flag = binding.CUevent_flags.CU_EVENT_DISABLE_TIMING
+            self._event = check(binding.cuEventCreate(flag), "cuEventCreate", doing)
+        check(binding.cuEventRecord(self._event, producer), "cuEventRecord", doing)
+        check(binding.cuStreamWaitEvent(consumer, self._event, 0), "cuStreamWaitEvent", doing)
+
+    def begin_capture(self) -> None:
+        """Start a capture of the stream in thread-local mode."""
+        mode = driver().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        check(driver().cuStreamBeginCapture(self.stream, mode), "cuStreamBeginCapture", "begin a graph capture")
+        self.own_capture = True
+
+    def end_capture(self) -> Any:
+        """End the capture that :meth:`begin_capture` started and return the ``CUgraph``, which the caller destroys."""
+        self.own_capture = False
+        return check(driver().cuStreamEndCapture(self.stream), "cuStreamEndCapture", "end the graph capture")
+
+    # Deferred work and the end
+
+    def collect(self) -> None:
+        """Carry out the queues as they stand, unless the stream is capturing."""
+        if not (self.deferred or self.deferred_drain) or self.capturing():
+            return
+        # Finalizers may append while this runs; what they append may need a drain of its own.
+        count, count_drain = len(self.deferred), len(self.deferred_drain)
+        if count_drain:
+            self.drain("drain before queued memory goes")
+        self._run_queues(count, count_drain)
+
+    def _run_queues(self, count: int, count_drain: int) -> None:
+        for _ in range(count_drain):
+            self.deferred_drain.popleft()()
+        for _ in range(count):
+            self.deferred.popleft()()
+
+    def on_close(self, action: Callable[[], None]) -> Callable[[], None]:
+        """Register what shut_down calls, newest first; returns a function that forgets it."""
+        key = next(self._closer_keys)
+        self._closers[key] = action
+        return lambda: (self._closers.pop(key, None), None)[1]
+
+    def shut_down(self, final: bool) -> None:
+        """Give everything back. Needs neither lock nor context.
+
+        Parameters
+        ----------
+        final : called by a finalizer: failures are logged, nothing is raised, and no lock is waited for long
+        """
+        if self.closed or not self.lock.acquire(timeout=_EXIT_PATIENCE_SECONDS if final else -1):
+            return
+        errors: list[Exception] = []
+        try:
+            if self.closed or not self._end_any_capture(final, errors):
+                return
+            with _keep(errors), self.current():
+                self._empty(errors)
+                with _keep(errors):
+                    self._undo.close()
+                self.closed = True
+            if self.closed:
+                with _keep(errors):
+                    self._give_back("cuDevicePrimaryCtxRelease", self.device)
+        finally:
+            self.lock.release()
+        if errors and final:
+            _log.warning("closing the CUDA runtime: %s", errors[0])
+        elif errors:
+            raise errors[0]
+
+    def _end_any_capture(self, final: bool, errors: list[Exception]) -> bool:
+        capturing = False
+        with _keep(errors):
+            capturing = self.capturing()
+        if capturing and self.own_capture:
+            with _keep(errors), self.current():
+                graph = self.end_capture()
+                check(driver().cuGraphDestroy(graph), "cuGraphDestroy", "drop an abandoned capture")
+        elif capturing and final:
+            # Somebody else's capture is in progress: any free would break it, so the memory stays.
+            self.closed = True
+            return False
+        elif capturing:
+            raise CaptureError("can't close the runtime while its stream is capturing: end the capture, then close")
+        return True
+
+    def _empty(self, errors: list[Exception]) -> None:
+        with _keep(errors):
+            self.drain("drain before the runtime closes")
+        with _keep(errors):
+            self._run_queues(len(self.deferred), len(self.deferred_drain))
+        while self._closers:
+            with _keep(errors):
+                self._closers.popitem()[1]()
+        for pointer in list(self.live):
+            with _keep(errors):
+                check(driver().cuMemFreeAsync(pointer, self.stream), "cuMemFreeAsync", "close the runtime")
+        self.live.clear()
+        self.deferred.clear()
+        self.deferred_drain.clear()
+        if self._event is not None:
+            with _keep(errors):
+                self._give_back("cuEventDestroy", self._event)
+
+
+@contextlib.contextmanager
+def relaxed_capture_mode() -> Iterator[None]:
+    """Let this thread wait and free while some other stream of the process is capturing."""
+    binding = driver()
+    relaxed = binding.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    call, doing = "cuThreadExchangeStreamCaptureMode", "wait beside another capture"
+    before = check(binding.cuThreadExchangeStreamCaptureMode(relaxed), call, doing)
+    try:
+        yield
+    finally:
+        check(binding.cuThreadExchangeStreamCaptureMode(before), call, doing)
+
+
+@contextlib.contextmanager
+def _keep(errors: list[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except (CudaError, CaptureError) as error:
+        errors.append(error)
+
+
+# A forked child has no usable context: whatever it inherited counts as closed there, without any driver call.
+_cores: weakref.WeakSet[Core] = weakref.WeakSet()
+
+
+def _forget_after_fork() -> None:
+    for core in list(_cores):
+        core.closed = True
+        # Another thread may have held the lock when the process forked.
+        core.lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)
