@@ -18,6 +18,7 @@ may do so carries it out.
 from __future__ import annotations
 
 import enum
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
+from qmoe_ep import user_objects
 from qmoe_ep.capabilities import Capabilities
 from qmoe_ep.driver import check, driver, initialise
 from qmoe_ep.errors import CaptureError, CudaError, QMoEError
@@ -34,6 +36,8 @@ from qmoe_ep.memory import Allocation, MemoryStatistics
 from qmoe_ep.runtime_core import Core
 
 __all__ = ["Allocation", "Capabilities", "CaptureStatus", "Function", "MemoryStatistics", "PreparedLaunch", "Runtime"]
+
+_log = logging.getLogger("qmoe_ep")
 
 _LARGEST = 2**63 - 1
 
@@ -46,8 +50,19 @@ class CaptureStatus(enum.Enum):
     INVALIDATED = 2
 
 
+_STATUS = (CaptureStatus.NONE, CaptureStatus.ACTIVE, CaptureStatus.INVALIDATED)
+
+
 class CaptureSession(Protocol):
     """A capture of the package on the runtime's stream; ``graph_capture.Capture`` is one."""
+
+    thread: int
+
+    def register(self, allocation: Allocation) -> None:
+        """Own an allocation until the graph is gone."""
+
+    def keep(self, thing: object) -> None:
+        """Keep a Python object alive until the graph is gone."""
 
     def abandon(self) -> None:
         """End the stream's capture and give back what it held."""
@@ -76,6 +91,7 @@ class Runtime:
     Attributes
     ----------
     capture : the package's own capture in progress, or None; guarded by `lock`
+    foreign_capture : what ``graph_capture`` knows of the embedder's latest capture; guarded by `lock`
     """
 
     def __init__(self, device: int = 0, stream: Any = None, synchronous: bool = False) -> None:
@@ -83,6 +99,7 @@ class Runtime:
         self.device = device
         self.synchronous = synchronous or os.environ.get("QMOE_EP_SYNC", "") == "1"
         self.capture: CaptureSession | None = None
+        self.foreign_capture: object | None = None
         self._core = Core(device, _stream_handle(stream), stream)
         self._capabilities = self._core.capabilities()
         self._finalizer = weakref.finalize(self, self._core.shut_down, final=True)
@@ -144,6 +161,7 @@ class Runtime:
             raise QMoEError(f"{purpose}: expected a size of 0 to 2^63-1 bytes, got {nbytes}")
         with self.lock, self.current():
             self.refuse_while_capturing(f"allocate {nbytes} bytes for {purpose}")
+            self._take_finished_graphs()
             self.collect()
             nbytes = max(nbytes, 1)
             return Allocation(self, self._core.allocate(nbytes, purpose), nbytes, purpose)
@@ -200,6 +218,7 @@ class Runtime:
     def memory_statistics(self) -> MemoryStatistics:
         """Return the pool's figures; carries out queued frees first, unless the stream is capturing."""
         with self.lock, self.current():
+            self._take_finished_graphs()
             self.collect()
             return self._core.memory_statistics()
 
@@ -239,16 +258,33 @@ class Runtime:
 
     def capture_status(self) -> CaptureStatus:
         """Ask the driver whether the stream is capturing; costs one query. The context must be current."""
-        return CaptureStatus(self._core.capture_status())
+        return _STATUS[self._core.capture_status()]
 
-    def refuse_while_capturing(self, doing: str) -> None:
-        """Raise where the stream is capturing.
+    def begin_capture(self) -> None:
+        """Start a capture in thread-local mode. ``Capture`` calls it, with the lock held."""
+        self._core.begin_capture()
+
+    def end_capture(self) -> Any:
+        """End it and return the ``CUgraph``, which the caller destroys.
+
+        Raises
+        ------
+        CudaError : the capture was invalid; the stream is usable again.
+        """
+        return self._core.end_capture()
+
+    def abandon_capture(self) -> None:
+        """End it and drop the graph; never raises."""
+        self._core.abandon_capture()
+
+    def refuse_while_capturing(self, doing: str, stream: int | None = None) -> None:
+        """Raise where the stream, or another one of the context, is capturing.
 
         Raises
         ------
         CaptureError : it is; the message says what was refused.
         """
-        if self._core.capturing():
+        if self._core.capturing(stream):
             raise CaptureError(
                 f"can't {doing} while the stream is capturing: end the capture, run the call once "
                 "eagerly, capture again"
@@ -339,20 +375,38 @@ class Runtime:
         CudaError : the drain failed; the releases are queued for another try.
         """
         allocations = tuple(allocations)
+
+        def release() -> None:
+            for allocation in allocations:
+                allocation.release()
+
+        with self.lock:
+            if any(allocation.owners == 1 for allocation in allocations):
+                self.after_drain(release, doing)
+            elif not self.closed:
+                release()
+
+    def after_drain(self, action: Callable[[], None], doing: str) -> None:
+        """Drain, then carry out what gives memory back; while the stream is capturing, queue it for after.
+
+        Does nothing on a closed runtime, where everything is gone.
+
+        Raises
+        ------
+        CudaError : the drain failed; the action is queued for another try.
+        """
         with self.lock:
             if self.closed:
                 return
             try:
-                if any(allocation.owners == 1 for allocation in allocations):
-                    self.drain_for_unmap(doing)
-            except (CaptureError, CudaError) as error:
-                for allocation in allocations:
-                    self.release_later(allocation)
-                if isinstance(error, CudaError):
-                    raise
+                self.drain_for_unmap(doing)
+            except CaptureError:
+                self.defer(action)
+            except CudaError:
+                self.defer(action)
+                raise
             else:
-                for allocation in allocations:
-                    allocation.release()
+                action()
 
     def collect(self) -> None:
         """Carry out what is queued, unless the stream is capturing. Nearly free when nothing is.
@@ -364,6 +418,14 @@ class Runtime:
         if self._core.deferred or self._core.deferred_drain:
             with self.lock, self.current():
                 self._core.collect()
+
+    def _take_finished_graphs(self) -> None:
+        for action in user_objects.take_finished():
+            action()
+
+    def log_failure(self, error: CudaError) -> None:
+        """Log a failure to give something back, which will be tried again."""
+        _log.warning("%s; it will be tried again", error)
 
     # End
 

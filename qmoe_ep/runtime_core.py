@@ -233,10 +233,10 @@ class Core:
         result = self._is_capturing(self.stream if stream is None else stream)
         return int(check(result, "cuStreamIsCapturing", "ask whether the stream is capturing"))
 
-    def capturing(self) -> bool:
-        """Whether the stream is capturing, validly or not."""
+    def capturing(self, stream: int | None = None) -> bool:
+        """Whether the stream, or another one, is capturing, validly or not."""
         with self.current():
-            return self.capture_status() != 0
+            return self.capture_status(None if stream is None else driver().CUstream(stream)) != 0
 
     def order(self, before: int, after: int) -> None:
         """Order the work enqueued on stream `before` ahead of what comes next on stream `after`."""
@@ -268,8 +268,26 @@ class Core:
 
     def end_capture(self) -> Any:
         """End the capture that :meth:`begin_capture` started and return the ``CUgraph``, which the caller destroys."""
+        try:
+            return check(driver().cuStreamEndCapture(self.stream), "cuStreamEndCapture", "end the graph capture")
+        except CudaError:
+            # An invalid capture is over now. Anything else must be ended too, or the stream stays unusable.
+            self.abandon_capture()
+            raise
+        finally:
+            self.own_capture = False
+
+    def abandon_capture(self) -> None:
+        """End the capture and drop the graph; failures are logged."""
         self.own_capture = False
-        return check(driver().cuStreamEndCapture(self.stream), "cuStreamEndCapture", "end the graph capture")
+        doing = "drop an abandoned capture"
+        try:
+            if self.capture_status() != 0:
+                graph = check(driver().cuStreamEndCapture(self.stream), "cuStreamEndCapture", doing)
+                check(driver().cuGraphDestroy(graph), "cuGraphDestroy", doing)
+        except CudaError as error:
+            # Ending an invalid capture reports what made it invalid, which the caller has seen by now.
+            _log.info("%s", error)
 
     # Deferred work and the end
 
@@ -329,8 +347,7 @@ class Core:
             capturing = self.capturing()
         if capturing and self.own_capture:
             with _keep(errors), self.current():
-                graph = self.end_capture()
-                check(driver().cuGraphDestroy(graph), "cuGraphDestroy", "drop an abandoned capture")
+                self.abandon_capture()
         elif capturing and final:
             # Somebody else's capture is in progress: any free would break it, so the memory stays.
             self.closed = True
