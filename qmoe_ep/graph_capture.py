@@ -93,12 +93,18 @@ class _Held:
             allocation.release()
 
 
-class _ForeignCapture(_Held):
+class _ForeignCapture:
     """The shares of a graph that an embedder is capturing."""
 
     def __init__(self, capture_id: int) -> None:
-        super().__init__()
         self.capture_id = capture_id
+        self._held = _Held()
+        self.register, self.keep, self.release = self._held.register, self._held.keep, self._held.release
+
+    @property
+    def allocations(self) -> tuple[Allocation, ...]:
+        """What is owned so far."""
+        return tuple(self._held.allocations.values())
 
 
 def _foreign(runtime: Runtime) -> Registrar:
@@ -145,6 +151,11 @@ class Capture:
         if self._graph is None:
             raise CaptureError("there is no graph: the capture block is still open, or it failed")
         return self._graph
+
+    @property
+    def allocations(self) -> tuple[Allocation, ...]:
+        """What is owned so far."""
+        return tuple(self._held.allocations.values())
 
     def register(self, allocation: Allocation) -> None:
         """Own an allocation until the graph is closed."""

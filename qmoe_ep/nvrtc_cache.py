@@ -179,18 +179,18 @@ def _run_nvrtc(module: ModuleSource, includes: IncludeSet, options: tuple[str, .
             name = getattr(result[0], "name", str(result[0]))
             raise NvrtcError(f"nvrtcCompileProgram failed with {name} while trying to {doing}", log, options)
         size = check(compiler.nvrtcGetCUBINSize(program), "nvrtcGetCUBINSize", doing)
-        cubin = bytes(size)
+        cubin = bytearray(size)
         check(compiler.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN", doing)
-        return cubin, log
+        return bytes(cubin), log
     finally:
         check(compiler.nvrtcDestroyProgram(program), "nvrtcDestroyProgram", doing)
 
 
 def _program_log(program: Any, doing: str) -> str:
     size = check(nvrtc().nvrtcGetProgramLogSize(program), "nvrtcGetProgramLogSize", doing)
-    log = bytes(size)
+    log = bytearray(size)
     check(nvrtc().nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog", doing)
-    return log.rstrip(b"\0 \n").decode(errors="replace")
+    return bytes(log).rstrip(b"\0 \n").decode(errors="replace")
 
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")

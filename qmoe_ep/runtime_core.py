@@ -281,13 +281,16 @@ class Core:
         """End the capture and drop the graph; failures are logged."""
         self.own_capture = False
         doing = "drop an abandoned capture"
-        try:
-            if self.capture_status() != 0:
+        # Ending an invalid capture reports what made it invalid, which the caller has seen by now; a second
+        # round finds the stream idle, or ends what the first one could not.
+        for _ in range(2):
+            try:
+                if self.capture_status() == 0:
+                    return
                 graph = check(driver().cuStreamEndCapture(self.stream), "cuStreamEndCapture", doing)
                 check(driver().cuGraphDestroy(graph), "cuGraphDestroy", doing)
-        except CudaError as error:
-            # Ending an invalid capture reports what made it invalid, which the caller has seen by now.
-            _log.info("%s", error)
+            except CudaError as error:
+                _log.info("%s", error)
 
     # Deferred work and the end
 

@@ -1,0 +1,5 @@
+"""Fixtures for every test."""
+
+from simulated.plugin import simulated
+
+__all__ = ["simulated"]

@@ -1,0 +1,549 @@
+"""The driver calls that the package makes, carried out on a :class:`~.machine.Machine`.
+
+Types come from the real bindings; a function that is not here is an error, so that the package can't start to
+use one unnoticed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from cuda.bindings import driver as real
+
+from .kernels import KernelLaunch, find_kernel
+from .machine import (
+    PRIMARY_CONTEXT,
+    CaptureState,
+    Code,
+    Event,
+    Graph,
+    Machine,
+    Module,
+    Operation,
+    Pool,
+    Refused,
+    Stream,
+    UserObject,
+)
+from .nvrtc import parse_image
+
+__all__ = ["SimulatedDriver"]
+
+
+def call(context: bool = True, may_wait: bool = False, destroys: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """Make a method a driver call: logged, failed on demand, checked for context and capture.
+
+    Parameters
+    ----------
+    context : needs a current context
+    may_wait : may wait or free, which a thread-local capture forbids its own thread
+    destroys : its first argument's object is not a leak of the package when the call was made to fail
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+        name = function.__name__
+
+        @functools.wraps(function)
+        def wrapper(self: SimulatedDriver, *arguments: Any) -> tuple[Any, ...]:
+            machine = self.machine
+            with machine.lock:
+                code = machine.injected(name)
+                if code is not None:
+                    self.on_injected(name, arguments, destroys)
+                    return (code, None)
+                try:
+                    if context:
+                        self.check_context()
+                    if may_wait:
+                        machine.check_thread_capture(name)
+                    value = function(self, *arguments)
+                except Refused as refused:
+                    return (refused.code, None)
+                if value is None:
+                    return (Code.CUDA_SUCCESS,)
+                return (Code.CUDA_SUCCESS, *value) if isinstance(value, tuple) else (Code.CUDA_SUCCESS, value)
+
+        return wrapper
+
+    return decorate
+
+
+class SimulatedDriver:
+    """Stands in for ``cuda.bindings.driver``."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("CU") or name == "cuuint64_t":
+            return getattr(real, name)
+        raise AttributeError(f"the simulated driver has no {name}")
+
+    def on_injected(self, name: str, arguments: tuple[Any, ...], destroys: bool) -> None:
+        """Note what a call that was made to fail leaves behind."""
+        if destroys:
+            self.machine.refused_destroys.add(int(arguments[0]))
+        if name == "cuMemFreeAsync":
+            self.machine.refused_destroys.add(int(arguments[0]))
+        if name == "cuStreamSynchronize":
+            # The caller was told of a failure and may free the memory that a copy would still write to.
+            queue = self.machine.stream(arguments[0]).queue
+            kept = [operation for operation in queue if not operation.cancellable]
+            queue.clear()
+            queue.extend(kept)
+        if name == "cuDevicePrimaryCtxRelease":
+            self.machine.retained -= 1
+
+    def check_context(self) -> None:
+        """Refuse without a current context that is alive."""
+        contexts = self.machine.thread.contexts
+        if not contexts or not contexts[-1]:
+            raise Refused(Code.CUDA_ERROR_INVALID_CONTEXT)
+        if contexts[-1] == PRIMARY_CONTEXT and self.machine.retained == 0:
+            raise Refused(Code.CUDA_ERROR_CONTEXT_IS_DESTROYED)
+
+    # Device and context
+
+    @call(context=False)
+    def cuInit(self, flags: int) -> None:
+        return None
+
+    @call(context=False)
+    def cuDriverGetVersion(self) -> Any:
+        return 13000
+
+    @call(context=False)
+    def cuDeviceGetCount(self) -> Any:
+        return 1
+
+    @call(context=False)
+    def cuDeviceGet(self, ordinal: int) -> Any:
+        if ordinal != 0:
+            raise Refused(Code.CUDA_ERROR_INVALID_DEVICE)
+        return real.CUdevice(ordinal)
+
+    @call(context=False)
+    def cuDeviceGetName(self, length: int, device: Any) -> Any:
+        return b"Simulated GPU".ljust(length, b"\0")
+
+    @call(context=False)
+    def cuDeviceGetAttribute(self, attribute: Any, device: Any) -> Any:
+        return self.machine.attributes[attribute.name.removeprefix("CU_DEVICE_ATTRIBUTE_")]
+
+    @call(context=False)
+    def cuDevicePrimaryCtxRetain(self, device: Any) -> Any:
+        self.machine.retained += 1
+        return real.CUcontext(PRIMARY_CONTEXT)
+
+    @call(context=False)
+    def cuDevicePrimaryCtxRelease(self, device: Any) -> None:
+        if self.machine.retained == 0:
+            self.machine.violate("the primary context was released more often than retained")
+            raise Refused(Code.CUDA_ERROR_INVALID_CONTEXT)
+        self.machine.retained -= 1
+
+    @call(context=False)
+    def cuCtxGetCurrent(self) -> Any:
+        contexts = self.machine.thread.contexts
+        return real.CUcontext(contexts[-1] if contexts else 0)
+
+    @call(context=False)
+    def cuCtxSetCurrent(self, context: Any) -> None:
+        contexts = self.machine.thread.contexts
+        if contexts:
+            contexts.pop()
+        contexts.append(int(context))
+
+    @call(context=False)
+    def cuCtxPushCurrent(self, context: Any) -> None:
+        self.machine.thread.contexts.append(int(context))
+
+    @call(context=False)
+    def cuCtxPopCurrent(self) -> Any:
+        contexts = self.machine.thread.contexts
+        if not contexts:
+            raise Refused(Code.CUDA_ERROR_INVALID_CONTEXT)
+        return real.CUcontext(contexts.pop())
+
+    # Streams and events
+
+    @call()
+    def cuStreamCreate(self, flags: Any) -> Any:
+        handle = self.machine.add(None)
+        stream = Stream(handle, self.machine.thread.contexts[-1])
+        self.machine.live[handle] = self.machine.streams[handle] = stream
+        return real.CUstream(handle)
+
+    @call(destroys=True)
+    def cuStreamDestroy(self, stream: Any) -> None:
+        state = self.machine.stream(stream)
+        if state.capture is not None:
+            self.machine.violate("a capturing stream was destroyed")
+        # The driver lets enqueued work end first.
+        while state.queue:
+            self.machine.step(state)
+        del self.machine.streams[state.handle], self.machine.live[state.handle]
+
+    @call()
+    def cuStreamGetCtx(self, stream: Any) -> Any:
+        return real.CUcontext(self.machine.stream(stream).context)
+
+    @call()
+    def cuStreamSynchronize(self, stream: Any) -> None:
+        state = self.machine.stream(stream)
+        if state.capture is not None:
+            self.machine.refuse_in_capture(state.capture, "cuStreamSynchronize")
+        self.machine.check_thread_capture("cuStreamSynchronize")
+        self.machine.drain(state)
+
+    @call()
+    def cuEventCreate(self, flags: Any) -> Any:
+        return real.CUevent(self.machine.add(Event()))
+
+    @call(destroys=True)
+    def cuEventDestroy(self, event: Any) -> None:
+        self.machine.get(event, Event)
+        del self.machine.live[int(event)]
+
+    @call()
+    def cuEventRecord(self, event: Any, stream: Any) -> None:
+        self.machine.get(event, Event)
+        state = self.machine.stream(stream)
+        # A wait refers to the point recorded when it was made, so every record is an object of its own.
+        point = Event(done=False, stream=state.handle, capture=state.capture)
+        embedder = int(event) in self.machine.embedders
+        self.machine.live[int(event)] = point
+        if embedder:
+            self.machine.embedders.add(int(event))
+        if state.capture is None:
+            self.machine.enqueue(state, Operation("event", "cuEventRecord", lambda: setattr(point, "done", True)))
+        else:
+            point.done = True
+
+    @call()
+    def cuStreamWaitEvent(self, stream: Any, event: Any, flags: Any) -> None:
+        point = self.machine.get(event, Event)
+        state = self.machine.stream(stream)
+        if point.capture is not None and point.capture.graph is not None:
+            if state.capture is None:
+                state.capture = point.capture
+            elif state.capture is not point.capture:
+                self.machine.refuse_in_capture(state.capture, "cuStreamWaitEvent on another capture")
+            return
+        if state.capture is not None:
+            self.machine.refuse_in_capture(state.capture, "cuStreamWaitEvent on uncaptured work")
+        self.machine.enqueue(state, Operation("event", "cuStreamWaitEvent", lambda: self.machine.finish_event(point)))
+
+    @call(may_wait=True)
+    def cuEventSynchronize(self, event: Any) -> None:
+        self.machine.finish_event(self.machine.get(event, Event))
+
+    # Memory
+
+    @call()
+    def cuMemPoolCreate(self, properties: Any) -> Any:
+        return real.CUmemoryPool(self.machine.add(Pool({})))
+
+    @call()
+    def cuMemPoolSetAttribute(self, pool: Any, attribute: Any, value: Any) -> None:
+        self.machine.get(pool, Pool).attributes[attribute] = int(value)
+
+    @call()
+    def cuMemPoolGetAttribute(self, pool: Any, attribute: Any) -> Any:
+        state = self.machine.get(pool, Pool)
+        used = sum(b.nbytes for b in self.machine.memory.live() if b.pool == int(pool) and not b.free_enqueued)
+        if attribute.name.endswith("CURRENT"):
+            return real.cuuint64_t(used)
+        return real.cuuint64_t(state.attributes.get("peak", used))
+
+    @call(may_wait=True)
+    def cuMemPoolTrimTo(self, pool: Any, keep: int) -> None:
+        self.machine.get(pool, Pool)
+
+    @call(destroys=True)
+    def cuMemPoolDestroy(self, pool: Any) -> None:
+        self.machine.get(pool, Pool)
+        if any(b.pool == int(pool) and not b.free_enqueued for b in self.machine.memory.live()):
+            self.machine.violate("a memory pool was destroyed before its allocations were freed")
+        del self.machine.live[int(pool)]
+
+    @call()
+    def cuMemAllocFromPoolAsync(self, nbytes: int, pool: Any, stream: Any) -> Any:
+        state, machine = self.machine.get(pool, Pool), self.machine
+        target = machine.stream(stream)
+        if target.capture is not None:
+            machine.refuse_in_capture(target.capture, "cuMemAllocFromPoolAsync")
+        if nbytes == 0:
+            raise Refused(Code.CUDA_ERROR_INVALID_VALUE)
+        used = sum(buffer.nbytes for buffer in machine.memory.live() if buffer.pool is not None)
+        if used + nbytes > machine.memory_limit:
+            raise Refused(Code.CUDA_ERROR_OUT_OF_MEMORY)
+        state.attributes["peak"] = max(state.attributes.get("peak", 0), used + nbytes)
+        return real.CUdeviceptr(machine.memory.allocate(nbytes, int(pool)).address)
+
+    @call()
+    def cuMemFreeAsync(self, pointer: Any, stream: Any) -> None:
+        machine, address = self.machine, int(pointer)
+        target = machine.stream(stream)
+        if target.capture is not None:
+            machine.refuse_in_capture(target.capture, "cuMemFreeAsync")
+        buffer = machine.memory.find(address)
+        if buffer is None or buffer.address != address or buffer.free_enqueued:
+            machine.violate(f"free of {address:#x}, which is not an allocation or was freed before")
+            raise Refused(Code.CUDA_ERROR_INVALID_VALUE)
+        buffer.free_enqueued = True
+        machine.enqueue(target, Operation("free", "cuMemFreeAsync", lambda: setattr(buffer, "data", None)))
+
+    @call()
+    def cuMemcpyHtoDAsync(self, destination: Any, source: int, nbytes: int, stream: Any) -> None:
+        data, target = ctypes.string_at(source, nbytes), int(destination)
+
+        def copy() -> None:
+            self.machine.memory.view(target, nbytes, "uint8")[:] = memoryview(data)
+
+        operation = Operation("copy", "cuMemcpyHtoDAsync", copy)
+        self.machine.enqueue(self.machine.stream(stream), operation, capturable=False)
+
+    @call()
+    def cuMemcpyDtoHAsync(self, destination: int, source: Any, nbytes: int, stream: Any) -> None:
+        address = int(source)
+
+        def copy() -> None:
+            ctypes.memmove(destination, self.machine.memory.view(address, nbytes, "uint8").tobytes(), nbytes)
+
+        operation = Operation("copy", "cuMemcpyDtoHAsync", copy, cancellable=True)
+        self.machine.enqueue(self.machine.stream(stream), operation, capturable=False)
+
+    @call()
+    def cuMemcpyDtoDAsync(self, destination: Any, source: Any, nbytes: int, stream: Any) -> None:
+        to, of = int(destination), int(source)
+
+        def copy() -> None:
+            memory = self.machine.memory
+            memory.view(to, nbytes, "uint8")[:] = memory.view(of, nbytes, "uint8").copy()
+
+        self.enqueue_device(stream, Operation("copy", "cuMemcpyDtoDAsync", copy, key=nbytes), (to, of))
+
+    @call()
+    def cuMemsetD8Async(self, destination: Any, value: int, nbytes: int, stream: Any) -> None:
+        to = int(destination)
+
+        def fill() -> None:
+            self.machine.memory.view(to, nbytes, "uint8")[:] = value
+
+        self.enqueue_device(stream, Operation("memset", "cuMemsetD8Async", fill, key=nbytes), (to,))
+
+    def enqueue_device(self, stream: Any, operation: Operation, addresses: tuple[int, ...]) -> None:
+        """Enqueue what touches device memory; under capture its addresses must be owned by the capture."""
+        machine, state = self.machine, self.machine.stream(stream)
+        for address in addresses:
+            buffer = machine.memory.find(address)
+            if buffer is None or buffer.data is None or buffer.free_enqueued:
+                machine.violate(f"{operation.what} was given {address:#x}, where nothing is live: {buffer!r}")
+            elif state.capture is not None and buffer.pool is not None and machine.registered is not None:
+                if not machine.registered(state.handle, buffer.address):
+                    machine.violate(f"{operation.what} captures {address:#x}, which the capture does not own")
+        machine.enqueue(state, operation)
+
+    # Modules and launches
+
+    @call(may_wait=True)
+    def cuModuleLoadData(self, image: bytes) -> Any:
+        content = parse_image(image)
+        if content is None:
+            raise Refused(Code.CUDA_ERROR_INVALID_IMAGE)
+        return real.CUmodule(self.machine.add(Module(content["module"], content["source"])))
+
+    @call(may_wait=True, destroys=True)
+    def cuModuleUnload(self, module: Any) -> None:
+        self.machine.get(module, Module)
+        if any(operation.kind == "kernel" for state in self.machine.streams.values() for operation in state.queue):
+            self.machine.violate("a module was unloaded while kernels were still enqueued")
+        del self.machine.live[int(module)]
+
+    @call()
+    def cuModuleGetFunction(self, module: Any, name: bytes) -> Any:
+        state = self.machine.get(module, Module)
+        if name.decode() not in state.source:
+            raise Refused(Code.CUDA_ERROR_NOT_FOUND)
+        handle = self.machine.add(None)
+        self.machine.embedders.add(handle)  # Functions go with their module.
+        self.machine.live[handle] = _Function(int(module), state, name.decode())
+        return real.CUfunction(handle)
+
+    @call()
+    def cuFuncSetAttribute(self, function: Any, attribute: Any, value: int) -> None:
+        most = self.machine.attributes["MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"]
+        if value > most:
+            raise Refused(Code.CUDA_ERROR_INVALID_VALUE)
+        self.machine.get(function, _Function).dynamic_shared = value
+
+    @call()
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: int, extra: Any) -> None:
+        state = self.machine.get(function, _Function)
+        if state.module_handle not in self.machine.live:
+            self.machine.violate(f"{state.entry} was launched after its module was unloaded")
+            raise Refused(Code.CUDA_ERROR_INVALID_HANDLE)
+        kernel = find_kernel(state.entry)
+        structure = kernel.argument_class(state.module.source, state.entry)
+        address = ctypes.c_void_p.from_address(parameters).value
+        raw = ctypes.string_at(address, ctypes.sizeof(structure))
+        launch = KernelLaunch(
+            memory=self.machine.memory,
+            module=state.module.name,
+            source=state.module.source,
+            entry=state.entry,
+            grid=(config.gridDimX, config.gridDimY, config.gridDimZ),
+            block=(config.blockDimX, config.blockDimY, config.blockDimZ),
+            shared_bytes=config.sharedMemBytes,
+            raw=raw,
+            arguments=structure.from_buffer_copy(raw),
+        )
+        self._check_geometry(launch, state)
+        words = [int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw) - 7, 8)]
+        addresses = tuple(word for word in words if self.machine.memory.looks_like_address(word))
+        operation = Operation("kernel", f"kernel {state.entry}", lambda: kernel.function(launch), key=int(function))
+        self.enqueue_device(config.hStream, operation, addresses)
+
+    def _check_geometry(self, launch: KernelLaunch, function: _Function) -> None:
+        x, y, z = launch.block
+        threads = x * y * z
+        grid_fits = launch.grid[0] < 2**31 and max(launch.grid[1:]) < 2**16
+        if (
+            not 1 <= threads <= self.machine.attributes["MAX_THREADS_PER_BLOCK"]
+            or min(launch.grid) < 1
+            or not grid_fits
+        ):
+            raise Refused(Code.CUDA_ERROR_INVALID_VALUE)
+        if launch.shared_bytes > function.dynamic_shared:
+            raise Refused(Code.CUDA_ERROR_INVALID_VALUE)
+
+    # Capture and graphs
+
+    @call(context=False)
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> Any:
+        before, self.machine.thread.mode = self.machine.thread.mode, mode
+        return before
+
+    @call()
+    def cuStreamBeginCapture(self, stream: Any, mode: Any) -> None:
+        state = self.machine.stream(stream)
+        if state.handle == 0 or state.capture is not None:
+            raise Refused(Code.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+        graph = Graph()
+        handle = self.machine.add(graph)
+        state.capture = CaptureState(handle, handle, graph, mode, threading.get_ident(), state.handle)
+
+    @call()
+    def cuStreamIsCapturing(self, stream: Any) -> Any:
+        return self._status(self.machine.stream(stream))
+
+    def _status(self, stream: Stream) -> Any:
+        statuses = real.CUstreamCaptureStatus
+        if stream.capture is None:
+            return statuses.CU_STREAM_CAPTURE_STATUS_NONE
+        if stream.capture.invalid:
+            return statuses.CU_STREAM_CAPTURE_STATUS_INVALIDATED
+        return statuses.CU_STREAM_CAPTURE_STATUS_ACTIVE
+
+    @call()
+    def cuStreamGetCaptureInfo(self, stream: Any) -> Any:
+        state = self.machine.stream(stream)
+        capture = state.capture
+        if capture is None or capture.invalid:
+            return (self._status(state), real.cuuint64_t(0), real.CUgraph(0), [], [], 0)
+        return (self._status(state), real.cuuint64_t(capture.identity), real.CUgraph(capture.handle), [], [], 0)
+
+    @call()
+    def cuStreamEndCapture(self, stream: Any) -> Any:
+        state = self.machine.stream(stream)
+        capture = state.capture
+        if capture is None:
+            raise Refused(Code.CUDA_ERROR_ILLEGAL_STATE)
+        modes = real.CUstreamCaptureMode
+        if capture.mode != modes.CU_STREAM_CAPTURE_MODE_RELAXED and capture.thread != threading.get_ident():
+            raise Refused(Code.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD)
+        for other in self.machine.streams.values():
+            if other.capture is capture:
+                other.capture = None
+        if capture.invalid:
+            self._drop_graph(capture.handle)
+            raise Refused(Code.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED)
+        return real.CUgraph(capture.handle)
+
+    @call(destroys=True)
+    def cuGraphDestroy(self, graph: Any) -> None:
+        self.machine.get(graph, Graph)
+        self._drop_graph(int(graph))
+
+    def _drop_graph(self, handle: int) -> None:
+        graph = self.machine.live.pop(handle)
+        for thing in graph.objects:
+            self.machine.release_object(thing)
+
+    @call()
+    def cuGraphInstantiate(self, graph: Any, flags: int) -> Any:
+        source = self.machine.get(graph, Graph)
+        for thing in source.objects:
+            thing.references += 1
+        return real.CUgraphExec(self.machine.add(Graph(list(source.nodes), list(source.objects))))
+
+    @call()
+    def cuGraphExecUpdate(self, executable: Any, graph: Any) -> Any:
+        old, new = self.machine.get(executable, Graph), self.machine.get(graph, Graph)
+        if [(node.kind, node.key) for node in old.nodes] != [(node.kind, node.key) for node in new.nodes]:
+            raise Refused(Code.CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE)
+        old.nodes = list(new.nodes)
+        return real.CUgraphExecUpdateResultInfo()
+
+    @call()
+    def cuGraphLaunch(self, executable: Any, stream: Any) -> None:
+        nodes = tuple(self.machine.get(executable, Graph).nodes)
+        state = self.machine.stream(stream)
+        for node in nodes:
+            operation = Operation(node.kind, f"{node.what} of a graph", node.run, node.key)
+            self.machine.enqueue(state, operation, capturable=False)
+
+    @call(destroys=True)
+    def cuGraphExecDestroy(self, executable: Any) -> None:
+        self.machine.get(executable, Graph)
+        self._drop_graph(int(executable))
+
+    @call(context=False)
+    def cuUserObjectCreate(self, pointer: int, destroy: Any, references: int, flags: Any) -> Any:
+        function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(int(destroy))
+        return real.CUuserObject(self.machine.add(_Shared(UserObject(int(pointer), function, references))))
+
+    @call(context=False, destroys=True)
+    def cuUserObjectRelease(self, thing: Any, count: int) -> None:
+        for _ in range(count):
+            self.machine.release_object(self.machine.get(thing, _Shared).user_object)
+        del self.machine.live[int(thing)]
+
+    @call(context=False)
+    def cuGraphRetainUserObject(self, graph: Any, thing: Any, count: int, flags: int) -> None:
+        state = self.machine.get(graph, Graph)
+        state.objects.append(self.machine.get(thing, _Shared).user_object)
+        if flags != real.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE:
+            state.objects[-1].references += count
+        else:
+            del self.machine.live[int(thing)]
+
+
+class _Shared:
+    """The caller's own reference to a user object."""
+
+    def __init__(self, user_object: UserObject) -> None:
+        self.user_object = user_object
+
+
+class _Function:
+    """A kernel of a loaded module."""
+
+    def __init__(self, module_handle: int, module: Module, entry: str) -> None:
+        self.module_handle, self.module, self.entry = module_handle, module, entry
+        self.dynamic_shared = 48 << 10
