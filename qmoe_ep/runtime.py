@@ -17,10 +17,12 @@ may do so carries it out.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -100,8 +102,10 @@ class Runtime:
         self.synchronous = synchronous or os.environ.get("QMOE_EP_SYNC", "") == "1"
         self.capture: CaptureSession | None = None
         self.foreign_capture: object | None = None
+        # Here and not in the core, which outlives the runtime: what is queued refers to the runtime.
+        self._deferred: deque[Callable[[], None]] = deque()
+        self._deferred_drain: deque[Callable[[], None]] = deque()
         self._core = Core(device, _stream_handle(stream), stream)
-        self._capabilities = self._core.capabilities()
         self._finalizer = weakref.finalize(self, self._core.shut_down, final=True)
 
     # Identity
@@ -132,7 +136,7 @@ class Runtime:
 
     def capabilities(self) -> Capabilities:
         """Return the limits of the device."""
-        return self._capabilities
+        return self._core.capabilities
 
     def current(self) -> Any:
         """Return a context manager under which the primary context is current.
@@ -245,7 +249,7 @@ class Runtime:
         CudaError : the shared memory opt-in was refused.
         """
         doing = f"launch {step.name}" + (f" for {owner}" if owner else "")
-        limits, (x, y, z) = self._capabilities, step.block
+        limits, (x, y, z) = self._core.capabilities, step.block
         if x * y * z > limits.max_threads_per_block:
             raise QMoEError(f"{doing}: expected at most {limits.max_threads_per_block} threads, got {step.block}")
         if step.shared_bytes > limits.shared_bytes_per_block_optin:
@@ -356,7 +360,8 @@ class Runtime:
         action : called with the lock held and the context current; must not raise
         drain : whether the stream must have drained first
         """
-        (self._core.deferred_drain if drain else self._core.deferred).append(action)
+        if not self.closed:
+            (self._deferred_drain if drain else self._deferred).append(action)
 
     def release_later(self, allocation: Allocation, drain: bool = True) -> None:
         """Queue one owner's release of an allocation. Safe in finalizers.
@@ -415,9 +420,20 @@ class Runtime:
         ------
         CudaError : a drain that the queue needs failed; the queue is kept.
         """
-        if self._core.deferred or self._core.deferred_drain:
-            with self.lock, self.current():
-                self._core.collect()
+        if not (self._deferred or self._deferred_drain or self._core.pending_free):
+            return
+        with self.lock, self.current():
+            if self._core.capture_status() != 0:
+                return
+            # Finalizers may append while this runs; what they append may need a drain of its own.
+            count, count_drain = len(self._deferred), len(self._deferred_drain)
+            if count_drain:
+                self._core.drain("drain before queued memory goes")
+            self._core.free_pending()
+            for _ in range(count_drain):
+                self._deferred_drain.popleft()()
+            for _ in range(count):
+                self._deferred.popleft()()
 
     def _take_finished_graphs(self) -> None:
         for action in user_objects.take_finished():
@@ -455,8 +471,13 @@ class Runtime:
                 return
             if self.capture is not None:
                 self.capture.abandon()
+            # What can't be drained now is reported by the core, which frees everything anyway.
+            with contextlib.suppress(CudaError):
+                self.collect()
             self._core.shut_down(final=False)
             self._finalizer.detach()
+            self._deferred.clear()
+            self._deferred_drain.clear()
 
     def __enter__(self) -> Runtime:
         return self

@@ -59,8 +59,8 @@ class Core:
     Attributes
     ----------
     lock : the runtime's lock
-    deferred : actions queued by finalizers and during captures; appending takes no lock
-    deferred_drain : the same, for what needs a drain first
+    capabilities : the device's limits
+    pending_free : device pointers released during a capture, or whose free the driver refused
     live : device pointer -> bytes, of everything not freed yet
     own_capture : the package itself began the capture that is in progress
     """
@@ -69,13 +69,13 @@ class Core:
         self.lock = threading.RLock()
         self.closed = False
         self.own_capture = False
-        self.deferred: deque[Callable[[], None]] = deque()
-        self.deferred_drain: deque[Callable[[], None]] = deque()
+        self.pending_free: deque[int] = deque()
         self.live: dict[int, int] = {}
         self._closers: dict[int, Callable[[], None]] = {}
         self._closer_keys = itertools.count()
         self._stream_owner = stream_owner
         self._event: Any = None
+        self._undo = contextlib.ExitStack()
         binding = driver()
         self.get_current = binding.cuCtxGetCurrent
         self._is_capturing = binding.cuStreamIsCapturing
@@ -86,6 +86,7 @@ class Core:
     def _open(self, device: int, stream_handle: int | None) -> None:
         binding = driver()
         self.device = check(binding.cuDeviceGet(device), "cuDeviceGet", f"open device {device}")
+        self.capabilities = self._query_capabilities()
         doing = f"retain the primary context of device {device}"
         self.context = check(binding.cuDevicePrimaryCtxRetain(self.device), "cuDevicePrimaryCtxRetain", doing)
         self.context_handle = int(self.context)
@@ -94,6 +95,8 @@ class Core:
                 self._create(stream_handle, undo)
                 self._undo = undo.pop_all()
         except BaseException:
+            # Not empty where only the caller's context could not be restored.
+            self._undo.close()
             self._give_back("cuDevicePrimaryCtxRelease", self.device)
             raise
 
@@ -140,8 +143,7 @@ class Core:
         """Return the context manager; needs neither lock nor context."""
         return Current(self)
 
-    def capabilities(self) -> Capabilities:
-        """Query the device's limits. Needs no context."""
+    def _query_capabilities(self) -> Capabilities:
         binding = driver()
 
         def query(name: str) -> int:
@@ -176,7 +178,7 @@ class Core:
     def release(self, pointer: int) -> None:
         """Free in stream order, or after the capture that is in progress. Needs no context; never raises.
 
-        What the driver refuses is logged and tried again with the queue: the owner is gone already.
+        What the driver refuses is logged and tried again by :meth:`free_pending`: the owner is gone already.
         """
         try:
             with self.current():
@@ -186,7 +188,7 @@ class Core:
                     return
         except CudaError as error:
             _log.warning("%s; it will be tried again", error)
-        self.deferred.append(lambda: self.release(pointer))
+        self.pending_free.append(pointer)
 
     def htod(self, destination: int, source: int, nbytes: int, doing: str) -> None:
         """Copy host memory to the device and wait until it was read."""
@@ -292,23 +294,12 @@ class Core:
             except CudaError as error:
                 _log.info("%s", error)
 
-    # Deferred work and the end
+    # The end
 
-    def collect(self) -> None:
-        """Carry out the queues as they stand, unless the stream is capturing."""
-        if not (self.deferred or self.deferred_drain) or self.capturing():
-            return
-        # Finalizers may append while this runs; what they append may need a drain of its own.
-        count, count_drain = len(self.deferred), len(self.deferred_drain)
-        if count_drain:
-            self.drain("drain before queued memory goes")
-        self._run_queues(count, count_drain)
-
-    def _run_queues(self, count: int, count_drain: int) -> None:
-        for _ in range(count_drain):
-            self.deferred_drain.popleft()()
-        for _ in range(count):
-            self.deferred.popleft()()
+    def free_pending(self) -> None:
+        """Free what was released during a capture that is over."""
+        for _ in range(len(self.pending_free)):
+            self.release(self.pending_free.popleft())
 
     def on_close(self, action: Callable[[], None]) -> Callable[[], None]:
         """Register what shut_down calls, newest first; returns a function that forgets it."""
@@ -329,7 +320,9 @@ class Core:
         try:
             if self.closed or not self._end_any_capture(final, errors):
                 return
-            with _keep(errors), self.current():
+            with _keep(errors), self.current(), contextlib.ExitStack() as guard:
+                with _keep(errors):
+                    guard.enter_context(relaxed_capture_mode())
                 self._empty(errors)
                 with _keep(errors):
                     self._undo.close()
@@ -362,8 +355,6 @@ class Core:
     def _empty(self, errors: list[Exception]) -> None:
         with _keep(errors):
             self.drain("drain before the runtime closes")
-        with _keep(errors):
-            self._run_queues(len(self.deferred), len(self.deferred_drain))
         while self._closers:
             with _keep(errors):
                 self._closers.popitem()[1]()
@@ -371,8 +362,7 @@ class Core:
             with _keep(errors):
                 check(driver().cuMemFreeAsync(pointer, self.stream), "cuMemFreeAsync", "close the runtime")
         self.live.clear()
-        self.deferred.clear()
-        self.deferred_drain.clear()
+        self.pending_free.clear()
         if self._event is not None:
             with _keep(errors):
                 self._give_back("cuEventDestroy", self._event)

@@ -29,6 +29,7 @@ from .machine import (
     Stream,
     UserObject,
 )
+from .memory import Buffer
 from .nvrtc import parse_image
 
 __all__ = ["SimulatedDriver"]
@@ -344,10 +345,13 @@ class SimulatedDriver:
             buffer = machine.memory.find(address)
             if buffer is None or buffer.data is None or buffer.free_enqueued:
                 machine.violate(f"{operation.what} was given {address:#x}, where nothing is live: {buffer!r}")
-            elif state.capture is not None and buffer.pool is not None and machine.registered is not None:
-                if not machine.registered(state.handle, buffer.address):
-                    machine.violate(f"{operation.what} captures {address:#x}, which the capture does not own")
+            elif state.capture is not None and not self._owned(state, buffer):
+                machine.violate(f"{operation.what} captures {address:#x}, which the capture does not own")
         machine.enqueue(state, operation)
+
+    def _owned(self, stream: Stream, buffer: Buffer) -> bool:
+        registered = self.machine.registered
+        return buffer.pool is None or registered is None or registered(stream.handle, buffer.address)
 
     # Modules and launches
 
