@@ -166,25 +166,34 @@ class Capture:
         self._held.keep(thing)
 
     def __enter__(self) -> Capture:
-        runtime = self._runtime
-        with runtime.lock, runtime.current():
-            if runtime.capture is not None:
-                raise CaptureError("a capture of this provider is in progress already: end it first")
-            if runtime.stream == 0:
-                raise CaptureError("the default stream can't be captured: make the provider with a stream of its own")
-            if self._update is not None and self._update.closed:
-                raise CaptureError("the graph to be updated is closed: capture without it")
-            if runtime.capture_status() is not CaptureStatus.NONE:
-                raise CaptureError(
-                    "the stream's owner is capturing it already: call the kernels inside that capture; the graph takes "
-                    "its share in the memory by itself"
-                )
-            runtime.collect()
-            runtime.begin_capture()
-            runtime.capture = self
-            self.thread = threading.get_ident()
-            self._graph = None
+        try:
+            with self._runtime.lock, self._runtime.current():
+                self._begin()
+        except BaseException:
+            # No block was entered, so no exit will end what was begun.
+            if self._runtime.capture is self:
+                self.abandon()
+            raise
         return self
+
+    def _begin(self) -> None:
+        runtime = self._runtime
+        if runtime.capture is not None:
+            raise CaptureError("a capture of this provider is in progress already: end it first")
+        if runtime.stream == 0:
+            raise CaptureError("the default stream can't be captured: make the provider with a stream of its own")
+        if self._update is not None and self._update.closed:
+            raise CaptureError("the graph to be updated is closed: capture without it")
+        if runtime.capture_status() is not CaptureStatus.NONE:
+            raise CaptureError(
+                "the stream's owner is capturing it already: call the kernels inside that capture; the graph takes "
+                "its share in the memory by itself"
+            )
+        runtime.collect()
+        self.thread = threading.get_ident()
+        self._graph = None
+        runtime.begin_capture()
+        runtime.capture = self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if error is not None:
@@ -205,10 +214,14 @@ class Capture:
                 return
             self._check_thread()
             runtime.capture = None
-            with runtime.current():
-                runtime.abandon_capture()
-                self._held.release()
-                _collect_quietly(runtime)
+            try:
+                with runtime.current():
+                    runtime.abandon_capture()
+            finally:
+                # A graph that exists owns them; only restoring the caller's context failed then.
+                if self._graph is None:
+                    self._held.release()
+            _collect_quietly(runtime)
 
     def _finish(self) -> None:
         runtime = self._runtime
@@ -216,15 +229,14 @@ class Capture:
             if runtime.capture is not self:
                 raise CaptureError("the capture was abandoned: the provider was closed inside of it")
             self._check_thread()
-            runtime.capture = None
-            with runtime.current():
-                try:
+            try:
+                with runtime.current():
                     self._graph = self._instantiate(runtime.end_capture())
-                except BaseException:
-                    self._held.release()
-                    raise
-                finally:
-                    _collect_quietly(runtime)
+            except BaseException:
+                self.abandon()
+                raise
+            runtime.capture = None
+            _collect_quietly(runtime)
 
     def _check_thread(self) -> None:
         if self.thread != threading.get_ident():

@@ -403,15 +403,18 @@ class Runtime:
         with self.lock:
             if self.closed:
                 return
+            drained = False
             try:
-                self.drain_for_unmap(doing)
+                with self.current():
+                    self.drain_for_unmap(doing)
+                    drained = True
+                    action()
             except CaptureError:
                 self.defer(action)
             except CudaError:
-                self.defer(action)
+                if not drained:
+                    self.defer(action)
                 raise
-            else:
-                action()
 
     def collect(self) -> None:
         """Carry out what is queued, unless the stream is capturing. Nearly free when nothing is.
@@ -473,6 +476,7 @@ class Runtime:
                 self.capture.abandon()
             # What can't be drained now is reported by the core, which frees everything anyway.
             with contextlib.suppress(CudaError):
+                self._take_finished_graphs()
                 self.collect()
             self._core.shut_down(final=False)
             self._finalizer.detach()

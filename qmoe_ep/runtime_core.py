@@ -185,10 +185,10 @@ class Core:
                 if self.capture_status() == 0:
                     check(driver().cuMemFreeAsync(pointer, self.stream), "cuMemFreeAsync", "free device memory")
                     self.live.pop(pointer, None)
-                    return
         except CudaError as error:
             _log.warning("%s; it will be tried again", error)
-        self.pending_free.append(pointer)
+        if pointer in self.live:
+            self.pending_free.append(pointer)
 
     def htod(self, destination: int, source: int, nbytes: int, doing: str) -> None:
         """Copy host memory to the device and wait until it was read."""

@@ -12,7 +12,7 @@ import weakref
 import numpy as np
 import pytest
 from simulated.plugin import Simulation
-from simulated.scenarios import run_scale
+from simulated.scenarios import embedder_stream, run_scale
 from simulated.toys import fill_step, scale_step
 
 from qmoe_ep.capabilities import Capabilities
@@ -31,17 +31,6 @@ class CudaStream:
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return (0, self.handle)
-
-
-def embedder_stream(simulated: Simulation) -> int:
-    """Return the handle of a stream that another library made in the primary context."""
-    binding = simulated.driver
-    with simulated.embedder():
-        binding.cuCtxPushCurrent(binding.cuDevicePrimaryCtxRetain(0)[1])
-        stream = binding.cuStreamCreate(0)[1]
-        binding.cuCtxPopCurrent()
-        binding.cuDevicePrimaryCtxRelease(0)
-    return int(stream)
 
 
 class TestStreamsAndContexts:

@@ -81,12 +81,12 @@ class SimulatedNvrtc:
 
     def nvrtcGetProgramLogSize(self, program: int) -> tuple[Any, ...]:
         code = self._enter("nvrtcGetProgramLogSize")
-        return (code, None) if code else (real.nvrtcResult.NVRTC_SUCCESS, len(self._logs[program]) + 1)
+        return (code, None) if code else (real.nvrtcResult.NVRTC_SUCCESS, len(self._logs.get(program, b"")) + 1)
 
     def nvrtcGetProgramLog(self, program: int, log: bytearray) -> tuple[Any, ...]:
         code = self._enter("nvrtcGetProgramLog")
         if not code:
-            log[:] = self._logs[program] + b"\0"
+            log[:] = self._logs.get(program, b"") + b"\0"
         return (code or real.nvrtcResult.NVRTC_SUCCESS,)
 
     def nvrtcGetCUBINSize(self, program: int) -> tuple[Any, ...]:
