@@ -105,7 +105,7 @@ class Runtime:
         # Here and not in the core, which outlives the runtime: what is queued refers to the runtime.
         self._deferred: deque[Callable[[], None]] = deque()
         self._deferred_drain: deque[Callable[[], None]] = deque()
-        self._core = Core(device, _stream_handle(stream), stream)
+        self._core = Core(device, stream)
         self._finalizer = weakref.finalize(self, self._core.shut_down, final=True)
 
     # Identity
@@ -488,21 +488,3 @@ class Runtime:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _stream_handle(stream: Any) -> int | None:
-    if stream is None:
-        return None
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if protocol is not None:
-        answer = protocol() if callable(protocol) else protocol
-        handle = int(answer[1])
-    else:
-        try:
-            handle = int(stream)
-        except (TypeError, ValueError):
-            kind = type(stream).__name__
-            raise QMoEError(f"stream: expected an int handle or an object with __cuda_stream__, got {kind}") from None
-    if handle == 2:
-        raise QMoEError("stream: the per-thread default stream is not one stream; give a stream of your own or 0")
-    return 0 if handle == 1 else handle

@@ -65,7 +65,7 @@ class Core:
     own_capture : the package itself began the capture that is in progress
     """
 
-    def __init__(self, device: int, stream_handle: int | None, stream_owner: Any) -> None:
+    def __init__(self, device: int, stream: Any) -> None:
         self.lock = threading.RLock()
         self.closed = False
         self.own_capture = False
@@ -73,14 +73,15 @@ class Core:
         self.live: dict[int, int] = {}
         self._closers: dict[int, Callable[[], None]] = {}
         self._closer_keys = itertools.count()
-        self._stream_owner = stream_owner
+        # An object that only names a stream may own it.
+        self._stream_owner = stream
         self._event: Any = None
         self._undo = contextlib.ExitStack()
         binding = driver()
         self.get_current = binding.cuCtxGetCurrent
         self._is_capturing = binding.cuStreamIsCapturing
         self._idle = binding.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
-        self._open(device, stream_handle)
+        self._open(device, stream_handle(stream))
         _cores.add(self)
 
     def _open(self, device: int, stream_handle: int | None) -> None:
@@ -387,6 +388,30 @@ def _keep(errors: list[Exception]) -> Iterator[None]:
         yield
     except (CudaError, CaptureError) as error:
         errors.append(error)
+
+
+def stream_handle(stream: Any) -> int | None:
+    """Return the handle of what a caller gave as a stream, or None for a stream to be made.
+
+    Raises
+    ------
+    QMoEError : not a stream, or the per-thread default stream.
+    """
+    if stream is None:
+        return None
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        answer = protocol() if callable(protocol) else protocol
+        handle = int(answer[1])
+    else:
+        try:
+            handle = int(stream)
+        except (TypeError, ValueError):
+            kind = type(stream).__name__
+            raise QMoEError(f"stream: expected an int handle or an object with __cuda_stream__, got {kind}") from None
+    if handle == 2:
+        raise QMoEError("stream: the per-thread default stream is not one stream; give a stream of your own or 0")
+    return 0 if handle == 1 else handle
 
 
 # A forked child has no usable context: whatever it inherited counts as closed there, without any driver call.

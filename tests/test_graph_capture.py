@@ -150,26 +150,35 @@ class TestCapture:
         with Runtime() as runtime, allocated(runtime, 40, 40) as (source, destination):
             kernel = ToyKernel(runtime)
             kernel.execute(source, destination)
-            with pytest.raises(CaptureError, match="invalidated"), Capture(runtime):
+
+            def invalidate() -> None:
                 with simulated.embedder(), runtime.current():
                     simulated.driver.cuStreamSynchronize(runtime.stream)
                 simulated.violations.clear()
+
+            def invalidate_and_call() -> None:
+                invalidate()
                 kernel.execute(source, destination)
+
+            with pytest.raises(CaptureError, match="invalidated"), Capture(runtime):
+                invalidate_and_call()
             kernel.execute(source, destination)
             with pytest.raises(CudaError, match="INVALIDATED"), Capture(runtime):
-                with simulated.embedder(), runtime.current():
-                    simulated.driver.cuStreamSynchronize(runtime.stream)
-                simulated.violations.clear()
+                invalidate()
             kernel.execute(source, destination)
 
     def test_a_capture_ended_by_somebody_else(self, simulated: Simulation) -> None:
         with Runtime() as runtime, allocated(runtime, 40, 40) as (source, destination):
             kernel = ToyKernel(runtime)
             kernel.execute(source, destination)
-            with pytest.raises(CaptureError, match="ended by somebody else"), Capture(runtime):
+
+            def end_and_call() -> None:
                 with simulated.embedder(), runtime.current():
                     simulated.driver.cuGraphDestroy(simulated.driver.cuStreamEndCapture(runtime.stream)[1])
                 kernel.execute(source, destination)
+
+            with pytest.raises(CaptureError, match="ended by somebody else"), Capture(runtime):
+                end_and_call()
             kernel.execute(source, destination)
 
     def test_closing_the_runtime_inside_a_capture(self, simulated: Simulation) -> None:
@@ -203,7 +212,8 @@ class TestCapture:
                 thread.start()
                 thread.join()
             assert "another thread is capturing" in errors[0]
-            assert "the thread that began it" in errors[1] and "the thread that began it" in errors[2]
+            assert "the thread that began it" in errors[1]
+            assert "the thread that began it" in errors[2]
             capture.graph.replay()
 
 
