@@ -15,7 +15,18 @@ struct alignas(2) BFloat16 {
     unsigned short bits;
 };
 
-constexpr float kInfinity = __builtin_huge_valf();
+// Whether an operand's type says that it is absent.
+template <class T>
+constexpr bool kIsVoid = false;
+template <>
+inline constexpr bool kIsVoid<void> = true;
+
+template <class A, class B>
+constexpr bool kSameType = false;
+template <class A>
+inline constexpr bool kSameType<A, A> = true;
+
+constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);
 
 __device__ __forceinline__ float to_float(float value) { return value; }
 

@@ -1,0 +1,1 @@
+"""The device code itself, compiled for the CPU: see :mod:`tests.emulated.machine`."""
