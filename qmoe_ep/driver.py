@@ -7,11 +7,13 @@ runs without a GPU.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from qmoe_ep.errors import CudaError, NvrtcError
 
-__all__ = ["check", "driver", "initialise", "install", "nvrtc"]
+__all__ = ["check", "driver", "initialise", "install", "nvrtc", "relaxed_capture_mode"]
 
 _driver: Any = None
 _nvrtc: Any = None
@@ -85,6 +87,19 @@ def initialise() -> Any:
         raise CudaError("NOT_FOUND", "cuInit", "load the NVIDIA driver library", str(error)) from error
     check(result, "cuInit", "initialise the NVIDIA driver")
     return module
+
+
+@contextlib.contextmanager
+def relaxed_capture_mode() -> Iterator[None]:
+    """Let this thread wait and free while some other stream of the process is capturing."""
+    binding = driver()
+    relaxed = binding.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    call, doing = "cuThreadExchangeStreamCaptureMode", "wait beside another capture"
+    before = check(binding.cuThreadExchangeStreamCaptureMode(relaxed), call, doing)
+    try:
+        yield
+    finally:
+        check(binding.cuThreadExchangeStreamCaptureMode(before), call, doing)
 
 
 def check(result: tuple[Any, ...], call: str, doing: str) -> Any:

@@ -36,6 +36,7 @@ from qmoe_ep.kernels.plan import Step
 from qmoe_ep.launch import Function, PreparedLaunch
 from qmoe_ep.memory import Allocation, MemoryStatistics
 from qmoe_ep.runtime_core import Core
+from qmoe_ep.staging import STAGED_BYTES
 
 __all__ = ["Allocation", "Capabilities", "CaptureStatus", "Function", "MemoryStatistics", "PreparedLaunch", "Runtime"]
 
@@ -198,15 +199,24 @@ class Runtime:
     def dtoh(self, destination: npt.NDArray[Any], source: int, doing: str = "copy from the device") -> None:
         """Fill a C-contiguous array from a device address, after all work enqueued before; waits.
 
+        Up to 64 KiB other threads may go on enqueueing meanwhile.
+
         Raises
         ------
         CaptureError : the stream is capturing.
         """
         if not (destination.flags.c_contiguous and destination.flags.writeable):
             raise QMoEError(f"{doing}: expected a writable C-contiguous array, got strides {destination.strides}")
-        with self.lock, self.current():
-            self.refuse_while_capturing(doing)
-            self._core.dtoh(destination.ctypes.data, source, destination.nbytes, doing)
+        core, nbytes, address = self._core, destination.nbytes, destination.ctypes.data
+        with self.current():
+            with self.lock:
+                self.refuse_while_capturing(doing)
+                if nbytes > STAGED_BYTES:
+                    core.dtoh(address, source, nbytes, doing)
+                    return
+                buffer = core.staging.from_device(source, nbytes, core.stream, doing)
+            # Without the lock, so that other threads go on enqueueing.
+            core.staging.finish(buffer, address, nbytes, doing)
 
     def dtod(self, destination: int, source: int, nbytes: int, doing: str = "copy on the device") -> None:
         """Copy device memory in stream order. May be captured."""

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from qmoe_ep.capabilities import Capabilities
-from qmoe_ep.driver import check, driver
+from qmoe_ep.driver import check, driver, relaxed_capture_mode
 from qmoe_ep.errors import CaptureError, CudaError, QMoEError
 from qmoe_ep.memory import MemoryStatistics
+from qmoe_ep.staging import STAGED_BYTES, Staging
 
 __all__ = ["Core"]
 
@@ -60,6 +61,7 @@ class Core:
     ----------
     lock : the runtime's lock
     capabilities : the device's limits
+    staging : pinned buffers for small copies
     pending_free : device pointers released during a capture, or whose free the driver refused
     live : device pointer -> bytes, of everything not freed yet
     own_capture : the package itself began the capture that is in progress
@@ -76,6 +78,7 @@ class Core:
         # An object that only names a stream may own it.
         self._stream_owner = stream
         self._event: Any = None
+        self.staging = Staging()
         self._undo = contextlib.ExitStack()
         binding = driver()
         self.get_current = binding.cuCtxGetCurrent
@@ -192,7 +195,10 @@ class Core:
             self.pending_free.append(pointer)
 
     def htod(self, destination: int, source: int, nbytes: int, doing: str) -> None:
-        """Copy host memory to the device and wait until it was read."""
+        """Copy host memory to the device; it was read when this returns."""
+        if nbytes <= STAGED_BYTES:
+            self.staging.to_device(destination, source, nbytes, self.stream, doing)
+            return
         check(driver().cuMemcpyHtoDAsync(destination, source, nbytes, self.stream), "cuMemcpyHtoDAsync", doing)
         # Whether the driver staged the source is its own affair (it does not for pinned memory), so wait.
         self.drain(doing)
@@ -364,22 +370,12 @@ class Core:
                 check(driver().cuMemFreeAsync(pointer, self.stream), "cuMemFreeAsync", "close the runtime")
         self.live.clear()
         self.pending_free.clear()
+        for buffer in self.staging.buffers:
+            with _keep(errors):
+                buffer.destroy()
         if self._event is not None:
             with _keep(errors):
                 self._give_back("cuEventDestroy", self._event)
-
-
-@contextlib.contextmanager
-def relaxed_capture_mode() -> Iterator[None]:
-    """Let this thread wait and free while some other stream of the process is capturing."""
-    binding = driver()
-    relaxed = binding.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    call, doing = "cuThreadExchangeStreamCaptureMode", "wait beside another capture"
-    before = check(binding.cuThreadExchangeStreamCaptureMode(relaxed), call, doing)
-    try:
-        yield
-    finally:
-        check(binding.cuThreadExchangeStreamCaptureMode(before), call, doing)
 
 
 @contextlib.contextmanager

@@ -227,6 +227,68 @@ class TestMemory:
             assert simulated.counts()["cuMemFreeAsync"] == 2
 
 
+class TestStaging:
+    def test_small_uploads_do_not_wait(self, simulated: Simulation) -> None:
+        with Runtime() as runtime:
+            tables = [runtime.allocate(40, "table") for _ in range(20)]
+            source = np.empty(10, np.float32)
+            for number, table in enumerate(tables):
+                source[:] = number
+                runtime.htod(table.pointer, source)
+            counts = simulated.counts()
+            assert "cuStreamSynchronize" not in counts
+            assert counts["cuMemHostAlloc"] == 8
+            host = np.full(10, np.nan, np.float32)
+            for number, table in enumerate(tables):
+                runtime.dtoh(host, table.pointer)
+                np.testing.assert_array_equal(host, np.full(10, number))
+
+    def test_large_copies_go_without(self, simulated: Simulation) -> None:
+        with Runtime() as runtime:
+            values = np.arange(20_000, dtype=np.float32)
+            host = np.full_like(values, np.nan)
+            table = runtime.allocate(values.nbytes, "table")
+            runtime.htod(table.pointer, values)
+            runtime.dtoh(host, table.pointer)
+            np.testing.assert_array_equal(host, values)
+            assert "cuMemHostAlloc" not in simulated.counts()
+
+    def test_others_enqueue_while_a_small_read_waits(self, simulated: Simulation) -> None:
+        with Runtime() as runtime:
+            table = runtime.allocate(40, "table")
+            waiting, enqueued = threading.Event(), threading.Event()
+            wait = simulated.driver.cuEventSynchronize
+
+            def slow(event: object) -> object:
+                waiting.set()
+                assert enqueued.wait(10)
+                return wait(event)
+
+            def enqueue() -> None:
+                assert waiting.wait(10)
+                runtime.memset(table.pointer, 0, 40)
+                enqueued.set()
+
+            simulated.driver.cuEventSynchronize = slow
+            thread = threading.Thread(target=enqueue)
+            thread.start()
+            runtime.dtoh(np.zeros(10, np.float32), table.pointer)
+            thread.join()
+
+    def test_a_failed_wait_leaves_the_callers_array_alone(self, simulated: Simulation) -> None:
+        with Runtime() as runtime:
+            table = runtime.allocate(40, "table")
+            host = np.full(10, 5.0, np.float32)
+            simulated.fail("cuEventSynchronize")
+            with pytest.raises(CudaError, match="cuEventSynchronize"):
+                runtime.dtoh(host, table.pointer)
+            runtime.wait()
+            np.testing.assert_array_equal(host, np.full(10, 5.0))
+            runtime.memset(table.pointer, 0, 40)
+            runtime.dtoh(host, table.pointer)
+            np.testing.assert_array_equal(host, np.zeros(10))
+
+
 class TestLaunches:
     def test_a_launch_is_one_driver_call(self, simulated: Simulation) -> None:
         with Runtime() as runtime:

@@ -25,7 +25,7 @@ from .machine import (
     Refused,
     Stream,
 )
-from .memory import Buffer
+from .memory import Buffer, SimulatedFault
 from .nvrtc import parse_image
 
 __all__ = ["SimulatedDriver"]
@@ -257,11 +257,26 @@ class SimulatedDriver(GraphCalls):
         buffer.free_enqueued = True
         machine.enqueue(target, Operation("free", "cuMemFreeAsync", lambda: setattr(buffer, "data", None)))
 
+    @call(may_wait=True)
+    def cuMemHostAlloc(self, nbytes: int, flags: int) -> Any:
+        data = ctypes.create_string_buffer(b"\xff" * nbytes, nbytes)
+        self.machine.pinned[ctypes.addressof(data)] = data
+        return ctypes.addressof(data)
+
+    @call(may_wait=True, destroys=True)
+    def cuMemFreeHost(self, address: int) -> None:
+        self.machine.pinned.pop(address)
+
     @call()
     def cuMemcpyHtoDAsync(self, destination: Any, source: int, nbytes: int, stream: Any) -> None:
-        data, target = ctypes.string_at(source, nbytes), int(destination)
+        target, pinned = int(destination), self.machine.is_pinned(source)
+        # Pageable memory is staged at once; pinned memory is read when the copy's turn comes.
+        staged = b"" if pinned else ctypes.string_at(source, nbytes)
 
         def copy() -> None:
+            if pinned and not self.machine.is_pinned(source):
+                raise SimulatedFault(f"pinned host memory {source:#x} was freed before a copy read it")
+            data = ctypes.string_at(source, nbytes) if pinned else staged
             self.machine.memory.view(target, nbytes, "uint8")[:] = memoryview(data)
 
         operation = Operation("copy", "cuMemcpyHtoDAsync", copy)
@@ -269,12 +284,14 @@ class SimulatedDriver(GraphCalls):
 
     @call()
     def cuMemcpyDtoHAsync(self, destination: int, source: Any, nbytes: int, stream: Any) -> None:
-        address = int(source)
+        address, pinned = int(source), self.machine.is_pinned(destination)
 
         def copy() -> None:
+            if pinned and not self.machine.is_pinned(destination):
+                raise SimulatedFault(f"pinned host memory {destination:#x} was freed before a copy filled it")
             ctypes.memmove(destination, self.machine.memory.view(address, nbytes, "uint8").tobytes(), nbytes)
 
-        operation = Operation("copy", "cuMemcpyDtoHAsync", copy, cancellable=True)
+        operation = Operation("copy", "cuMemcpyDtoHAsync", copy, cancellable=not pinned)
         self.machine.enqueue(self.machine.stream(stream), operation, capturable=False)
 
     @call()

@@ -155,6 +155,7 @@ class Machine:
         self.registered: Callable[[int, int], bool] | None = None
         self.thread = _Thread()
         self.retained = 0
+        self.pinned: dict[int, Any] = {}
         self.live: dict[int, Any] = {}
         self.embedders: set[int] = set()
         self.streams: dict[int, Stream] = {}
@@ -258,6 +259,10 @@ class Machine:
             raise Refused(Code.CUDA_ERROR_INVALID_HANDLE)
         return stream
 
+    def is_pinned(self, address: int) -> bool:
+        """Whether a host address lies in pinned memory."""
+        return any(start <= address < start + len(data) for start, data in self.pinned.items())
+
     # Execution
 
     def enqueue(self, stream: Stream, operation: Operation, capturable: bool = True) -> None:
@@ -326,6 +331,7 @@ class Machine:
         for handle, thing in self.live.items():
             if handle not in self.embedders and handle not in self.refused_destroys:
                 found.append(f"{type(thing).__name__} {handle:#x}")
+        found += [f"pinned host memory {address:#x}" for address in self.pinned if address not in self.refused_destroys]
         if self.retained:
             found.append(f"the primary context, retained {self.retained} times")
         return found
