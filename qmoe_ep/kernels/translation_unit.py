@@ -115,7 +115,8 @@ def _layout_checks(struct: type[ctypes.Structure], device_struct: str) -> list[s
         name = field[0]
         place = getattr(struct, name)
         checks.append(
-            f"static_assert(__builtin_offsetof({device_struct}, {name}) == {place.offset} && "
+            # The form of offsetof that every release of the run-time compiler knows without a header.
+            f"static_assert(__INTADDR__(&(({device_struct}*)0)->{name}) == {place.offset} && "
             f'sizeof({device_struct}::{name}) == {place.size}, "{advice}: {name}");'
         )
     return checks

@@ -126,7 +126,8 @@ def _library(module: ModuleSource, arch: int) -> ctypes.CDLL:
         "                      arguments, grid, block, backwards);\n}\n"
         for entry, struct in re.findall(r"(\w+)\(const __grid_constant__ (\S+) arguments\)", module.source)
     )
-    text = f'#include "cuda_on_host.h"\n{module.source}\n{launches}'
+    source = re.sub(r"__INTADDR__\(&\(\((\S+)\*\)0\)->(\w+)\)", r"__builtin_offsetof(\1, \2)", module.source)
+    text = f'#include "cuda_on_host.h"\n{source}\n{launches}'
     stem = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
     library = stem.with_suffix(".so")
     if not library.exists():
