@@ -189,5 +189,7 @@ def everything(simulated: Machine, runtime: Runtime) -> None:
             runtime.prepare(step, kernel.modules.function(step.module, step.entry))
             runtime.trim()
             runtime.memory_statistics()
+            with Runtime(stream=other) as guest:
+                assert run_scale(guest).tolist() == [3.0 * number for number in range(100)]
         finally:
             kernel.scratch.close()

@@ -46,8 +46,30 @@ def _accumulate(launch: KernelLaunch) -> None:
     launch.memory.view(arguments.destination, arguments.count, np.float32)[:] += np.float32(arguments.factor)
 
 
+# Real device code, so that the same programs run on a GPU.
+_SOURCE = """struct ToyArguments {
+    const float* source;
+    float* destination;
+    long long count;
+    float factor;
+};
+extern "C" __global__ void %s(const __grid_constant__ ToyArguments arguments) {
+    const long long index = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x;
+    if (index >= arguments.count) return;
+    float& element = arguments.destination[index];
+    %s
+}
+"""
+
+_BODIES = {
+    "toy_scale": "element = arguments.source[index] * arguments.factor;",
+    "toy_fill": "element = arguments.factor;",
+    "toy_accumulate": "element += arguments.factor;",
+}
+
+
 def _step(entry: str, count: int, factor: float, pointers: tuple[tuple[str, str], ...], shared_bytes: int) -> Step:
-    module = ModuleSource(f"{entry}_v1", f'extern "C" __global__ void {entry}(ToyArguments arguments);', (entry,))
+    module = ModuleSource(f"{entry}_v1", _SOURCE % (entry, _BODIES[entry]), (entry,))
     return Step(
         name=entry,
         module=module,
