@@ -16,6 +16,7 @@ from qmoe_ep.kernels.plan import ModuleSource
 __all__ = ["IncludeSet", "find_cuda_headers", "resolve_includes"]
 
 _OWN = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+_ANY = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">]+)[">]', re.MULTILINE)
 _SYSTEM = re.compile(r"^[ \t]*#[ \t]*include[ \t]*<([^>]+)>", re.MULTILINE)
 
 
@@ -108,6 +109,5 @@ def _system_digest(folder: Path, names: tuple[str, ...]) -> str:
         seen.add(name)
         data = path.read_bytes()
         digest.update(f"{name} {len(data)} ".encode() + data)
-        text = data.decode(errors="replace")
-        pending += sorted({*_OWN.findall(text), *_SYSTEM.findall(text)}, reverse=True)
+        pending += sorted({included.decode(errors="replace") for included in _ANY.findall(data)}, reverse=True)
     return digest.hexdigest()
