@@ -61,7 +61,7 @@ def row_magnitudes(
     """
     call = describe_call(node, inputs, weights_layout=weights_layout)
     rows = _evaluate(call, _padded(inputs), np.abs)
-    norms: Array = np.linalg.norm(rows.reshape(call.rows, -1), axis=1)
+    norms: Array = np.linalg.norm(rows.reshape(call.rows, call.experts.hidden_size), axis=1)
     return norms
 
 
@@ -71,14 +71,14 @@ def row_errors(actual: NDArray[Any], expected: NDArray[np.float64], magnitudes: 
     ``actual`` has the shape of ``expected``; a value beyond the largest finite one of its dtype is
     expected to be an infinity.
     """
-    rows = magnitudes.shape[0]
-    got = actual.astype(np.float64).reshape(rows, -1)
+    shape = (magnitudes.shape[0], expected.shape[-1])
+    got = actual.astype(np.float64).reshape(shape)
     with np.errstate(over="ignore"):
-        want = expected.astype(actual.dtype).astype(np.float64).reshape(rows, -1)
+        want = expected.astype(actual.dtype).astype(np.float64).reshape(shape)
     infinite = np.isinf(got) | np.isinf(want)
     same_class = (np.isnan(got) == np.isnan(want)) & (~infinite | (got == want))
     finite = np.isfinite(got) & np.isfinite(want)
-    difference = np.subtract(got, expected.reshape(rows, -1), out=np.zeros_like(got), where=finite)
+    difference = np.subtract(got, expected.reshape(shape), out=np.zeros_like(got), where=finite)
     scale = np.where(np.isfinite(magnitudes) & (magnitudes > 0), magnitudes, 1)
     return np.where(same_class.all(axis=1), np.linalg.norm(difference, axis=1) / scale, np.inf)
 
