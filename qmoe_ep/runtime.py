@@ -18,24 +18,25 @@ may do so carries it out.
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy.typing as npt
 
 from qmoe_ep import user_objects
 from qmoe_ep.capabilities import Capabilities
+from qmoe_ep.capture_state import STATUS_BY_NUMBER, CaptureSession, CaptureStatus
 from qmoe_ep.driver import check, driver, initialise
 from qmoe_ep.errors import CaptureError, CudaError, QMoEError
 from qmoe_ep.kernels.plan import Step
 from qmoe_ep.launch import Function, PreparedLaunch
 from qmoe_ep.memory import Allocation, MemoryStatistics
-from qmoe_ep.runtime_core import Core
+from qmoe_ep.runtime_core import Core, Current
 from qmoe_ep.staging import STAGED_BYTES
 
 __all__ = ["Allocation", "Capabilities", "CaptureStatus", "Function", "MemoryStatistics", "PreparedLaunch", "Runtime"]
@@ -43,32 +44,6 @@ __all__ = ["Allocation", "Capabilities", "CaptureStatus", "Function", "MemorySta
 _log = logging.getLogger("qmoe_ep")
 
 _LARGEST = 2**63 - 1
-
-
-class CaptureStatus(enum.Enum):
-    """What the runtime's stream is doing."""
-
-    NONE = 0
-    ACTIVE = 1
-    INVALIDATED = 2
-
-
-_STATUS = (CaptureStatus.NONE, CaptureStatus.ACTIVE, CaptureStatus.INVALIDATED)
-
-
-class CaptureSession(Protocol):
-    """A capture of the package on the runtime's stream; ``graph_capture.Capture`` is one."""
-
-    thread: int
-
-    def register(self, allocation: Allocation) -> None:
-        """Own an allocation until the graph is gone."""
-
-    def keep(self, thing: object) -> None:
-        """Keep a Python object alive until the graph is gone."""
-
-    def abandon(self) -> None:
-        """End the stream's capture and give back what it held."""
 
 
 class Runtime:
@@ -93,6 +68,10 @@ class Runtime:
 
     Attributes
     ----------
+    lock : re-entrant; held by a call from its first check to its last launch, and around captures' begin and
+        end, drains and frees
+    stream : handle of the stream that all work goes to
+    owns_stream : the stream was made here, so that no other party captures on it
     capture : the package's own capture in progress, or None; guarded by `lock`
     foreign_capture : what ``graph_capture`` knows of the embedder's latest capture; guarded by `lock`
     """
@@ -107,25 +86,13 @@ class Runtime:
         self._deferred: deque[Callable[[], None]] = deque()
         self._deferred_drain: deque[Callable[[], None]] = deque()
         self._core = Core(device, stream)
+        self.lock = self._core.lock
+        self.stream = self._core.stream_handle
+        self.owns_stream = self._core.owns_stream
         self._finalizer = weakref.finalize(self, self._core.shut_down, final=True)
+        _runtimes.add(self)
 
     # Identity
-
-    @property
-    def lock(self) -> Any:
-        """Re-entrant lock: held by a call from its first check to its last launch, and around captures' begin
-        and end, drains and frees."""
-        return self._core.lock
-
-    @property
-    def stream(self) -> int:
-        """Handle of the stream that all work goes to."""
-        return self._core.stream_handle
-
-    @property
-    def owns_stream(self) -> bool:
-        """Whether the stream was made by the runtime, so that no other party captures on it."""
-        return self._core.owns_stream
 
     @property
     def closed(self) -> bool:
@@ -149,7 +116,7 @@ class Runtime:
         ------
         CudaError : on entry: the runtime is closed.
         """
-        return self._core.current()
+        return Current(self._core)
 
     # Memory
 
@@ -272,7 +239,7 @@ class Runtime:
 
     def capture_status(self) -> CaptureStatus:
         """Ask the driver whether the stream is capturing; costs one query. The context must be current."""
-        return _STATUS[self._core.capture_status()]
+        return STATUS_BY_NUMBER[self._core.capture_status()]
 
     def begin_capture(self) -> None:
         """Start a capture in thread-local mode. ``Capture`` calls it, with the lock held."""
@@ -493,8 +460,27 @@ class Runtime:
             self._deferred.clear()
             self._deferred_drain.clear()
 
+    def forget(self) -> None:
+        """Count as closed without giving anything back; for a forked child, where the driver is unusable."""
+        self._core.closed = True
+        # Another thread may have held the lock when the process forked.
+        self.lock = self._core.lock = threading.RLock()
+
     def __enter__(self) -> Runtime:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+# A forked child has no usable context: whatever it inherited counts as closed there, without any driver call.
+_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def _forget_after_fork() -> None:
+    for runtime in list(_runtimes):
+        runtime.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

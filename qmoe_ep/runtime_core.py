@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +20,7 @@ from qmoe_ep.errors import CaptureError, CudaError, QMoEError
 from qmoe_ep.memory import MemoryStatistics
 from qmoe_ep.staging import STAGED_BYTES, Staging
 
-__all__ = ["Core"]
+__all__ = ["Core", "Current"]
 
 _log = logging.getLogger("qmoe_ep")
 
@@ -43,8 +41,9 @@ class Current:
         if core.closed:
             hint = "It is closed, or this is a forked child: create a new one"
             raise CudaError("CUDA_ERROR_DEINITIALIZED", "Runtime", "use the runtime", hint)
-        current = check(core.get_current(), "cuCtxGetCurrent", "read the current context")
-        if int(current) != core.context_handle:
+        result = core.get_current()
+        if result[0] or int(result[1]) != core.context_handle:
+            check(result, "cuCtxGetCurrent", "read the current context")
             check(driver().cuCtxPushCurrent(core.context), "cuCtxPushCurrent", "make the primary context current")
             self._pushed = True
 
@@ -85,7 +84,6 @@ class Core:
         self._is_capturing = binding.cuStreamIsCapturing
         self._idle = binding.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
         self._open(device, stream_handle(stream))
-        _cores.add(self)
 
     def _open(self, device: int, stream_handle: int | None) -> None:
         binding = driver()
@@ -408,18 +406,3 @@ def stream_handle(stream: Any) -> int | None:
     if handle == 2:
         raise QMoEError("stream: the per-thread default stream is not one stream; give a stream of your own or 0")
     return 0 if handle == 1 else handle
-
-
-# A forked child has no usable context: whatever it inherited counts as closed there, without any driver call.
-_cores: weakref.WeakSet[Core] = weakref.WeakSet()
-
-
-def _forget_after_fork() -> None:
-    for core in list(_cores):
-        core.closed = True
-        # Another thread may have held the lock when the process forked.
-        core.lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)
