@@ -26,6 +26,7 @@ from qmoe_ep.operator import (
     check_claim,
     operands_reason,
     resolve_layout,
+    sm80_width_reason,
 )
 
 if TYPE_CHECKING:
@@ -159,11 +160,16 @@ def packed_bytes(count: int, bits: int) -> int:
 def _type(index: int, operand: Operand, allowed: Sequence[np.dtype[Any]]) -> OperandType:
     """Dtype and sane sizes of one operand."""
     name = INPUT_NAMES[index]
+    if not hasattr(operand, "shape") or not hasattr(operand, "dtype"):
+        raise QMoEError(f"{name}: expected an array, got {type(operand).__name__}; convert it")
     shape = tuple(int(d) for d in operand.shape)
-    dtype = np.dtype(operand.dtype)
+    try:
+        dtype = np.dtype(operand.dtype)
+    except TypeError:
+        dtype = np.dtype(object)
     if dtype not in allowed:
         expected = ", ".join(str(d) for d in allowed)
-        raise QMoEError(f"{name}: expected dtype {expected}, got {dtype}; convert it or fix the export")
+        raise QMoEError(f"{name}: expected dtype {expected}, got {operand.dtype}; convert it or fix the export")
     if any(d < 0 for d in shape):
         raise QMoEError(f"{name}: negative dimension in shape {list(shape)}")
     # A zero elsewhere must not hide a dimension product that no memory could hold.
@@ -191,9 +197,17 @@ def _shaped(index: int, operand: OperandType, expected: Sequence[tuple[int, ...]
     raise QMoEError(f"{INPUT_NAMES[index]}: expected shape {words} {dims}, got {list(operand.shape)}; {hint}")
 
 
-def _majority(votes: Sequence[int]) -> int:
-    """The value that most operands imply, so that a message names the one that differs (the first wins a tie)."""
-    return max(votes, key=lambda v: (votes.count(v), -votes.index(v)))
+def _majority(votes: Sequence[int], packed: Sequence[tuple[int, int]] = ()) -> int:
+    """The value that most operands imply, so that a message names the one that differs (the first wins a tie).
+
+    ``packed`` are (row bytes, bits) of packed operands; padding makes them agree with several values.
+    """
+    candidates = [*votes, *(row_bytes * 8 // bits for row_bytes, bits in packed)]
+
+    def support(size: int) -> int:
+        return votes.count(size) + sum(packed_bytes(size, bits) == row_bytes for row_bytes, bits in packed)
+
+    return max(candidates, key=lambda size: (support(size), -candidates.index(size)))
 
 
 def operand_types(node: QMoENode, operands: Mapping[int, Operand]) -> dict[int, OperandType]:
@@ -219,20 +233,20 @@ def _sizes(node: QMoENode, types: Mapping[int, OperandType], hidden: list[int], 
     """E, H and I by the majority of the operands that imply them."""
     fused = 2 if node.swiglu_fusion else 1
     inter: list[int] = []
-    for index in (2, 3, 4, 8, 9, 10):
+    # Scales and biases first: older dimensions of packed weights must not win a tie.
+    for index in (3, 4, 9, 10, 2, 8):
         if index in types:
             inter.append(types[index].shape[1] // (fused if index < 8 else 1))
-    for index in (5, 6, 7):
+    for index in (6, 7, 5):
         if index in types:
             hidden.append(types[index].shape[1])
     if node.blocks:
         inter.append(types[6].shape[2] * node.blocks)
         hidden.append(types[3].shape[2] * node.blocks)
-    for index, matrix, votes in ((5, "fc2", inter), (2, "fc1", hidden)):
-        if (types[index].shape[2] * 8) % node.bits(matrix) == 0:
-            votes.append(types[index].shape[2] * 8 // node.bits(matrix))
     experts.extend(t.shape[0] for i, t in types.items() if 2 <= i < ROUTER_WEIGHTS)
-    return _majority(experts), _majority(hidden), _majority(inter)
+    packed = {m: (types[i[0]].shape[2], node.bits(m)) for m, i in MATRIX_INPUTS.items() if i[0] in types}
+    inter_bytes = [packed.pop("fc2")]
+    return _majority(experts), _majority(hidden, list(packed.values())), _majority(inter, inter_bytes)
 
 
 def _check_sizes(node: QMoENode, num_experts: int, hidden_size: int, inter_size: int) -> None:
@@ -240,6 +254,11 @@ def _check_sizes(node: QMoENode, num_experts: int, hidden_size: int, inter_size:
         if size < 1:
             shape = "[E, N1, ...]" if index == 2 else "[E, H, I·b/8]"
             raise QMoEError(f"{INPUT_NAMES[index]}: the {what} size is {size}, expected at least 1 ({shape})")
+    if 2 * hidden_size * inter_size * 8 > MAX_BYTES:
+        raise QMoEError(
+            f"fc1_experts_weights: one expert of {hidden_size} × {inter_size} expands to more than 2^63-1 bytes; "
+            "check the dimensions"
+        )
     if node.k > num_experts:
         raise QMoEError(f"attribute k = {node.k} is larger than the number of experts, {num_experts}; lower k")
     for size, what in ((hidden_size, "hidden size H"), (inter_size, "intermediate size I")):
@@ -283,7 +302,7 @@ def describe_experts(
 
     def matrix(name: str, out: int, inner: int) -> ExpertMatrix:
         described = _describe_matrix(name, node, types, layout, out, inner)
-        _check_matrix(described, types, experts, fused=bool(node.swiglu_fusion))
+        _check_matrix(node, described, types, experts)
         return described
 
     return Experts(
@@ -314,9 +333,9 @@ def _describe_matrix(
     )
 
 
-def _check_matrix(m: ExpertMatrix, types: Mapping[int, OperandType], experts: int, *, fused: bool) -> None:
+def _check_matrix(node: QMoENode, m: ExpertMatrix, types: Mapping[int, OperandType], experts: int) -> None:
     weights, scales, bias, zero_points = MATRIX_INPUTS[m.name]
-    rows = {"fc1": "2·I" if fused else "I", "fc2": "H", "fc3": "I"}[m.name]
+    rows = {"fc1": "2·I" if node.swiglu_fusion else "I", "fc2": "H", "fc3": "I"}[m.name]
     inner = "I" if m.name == "fc2" else "H"
     _shaped(weights, types[weights], [(experts, m.out_features, m.row_bytes)], f"[E, {rows}, {inner}·{m.bits}/8]")
     if m.block_size:
@@ -329,7 +348,11 @@ def _check_matrix(m: ExpertMatrix, types: Mapping[int, OperandType], experts: in
     if zero_points in types:
         dims = f"[E, {rows}, ceil(blocks·{m.bits}/8)]" if m.block_size else f"[E, ceil({rows}·{m.bits}/8)] (row-wise)"
         _shaped(zero_points, types[zero_points], [(experts, *m.zero_point_shape)], dims)
-    if m.layout == "sm80" and (m.out_features % SM80_ROW_TILE[m.bits] or m.in_features % 64):
+    if m.layout == "raw":
+        return
+    if (reason := sm80_width_reason(node, m.name)) is not None:
+        raise QMoEError(reason)
+    if m.out_features % SM80_ROW_TILE[m.bits] or m.in_features % 64:
         raise QMoEError(
             f"{INPUT_NAMES[weights]}: the SM80 layout needs output features in multiples of "
             f"{SM80_ROW_TILE[m.bits]} and input features in multiples of 64, got {m.out_features} × {m.in_features}; "
@@ -352,6 +375,10 @@ def describe_call(
     if len(operands) > len(INPUT_NAMES):
         raise QMoEError(f"got {len(operands)} operands, expected at most {len(INPUT_NAMES)}")
     given = {i: o for i, o in enumerate(operands) if o is not None}
+    for index, name in enumerate(INPUT_NAMES):
+        if node.has_input(index) not in (None, index in given):
+            had, gets = ("has", "lacks") if node.has_input(index) else ("lacks", "brings")
+            raise QMoEError(f"{name} (input {index}): the node {had} it, but the call {gets} it; make them agree")
     if (reason := operands_reason(node, [i in given for i in range(len(INPUT_NAMES))])) is not None:
         raise QMoEError(reason)
     x, router = _type(0, given[0], FLOAT_DTYPES), _type(1, given[1], FLOAT_DTYPES)
@@ -430,8 +457,8 @@ def check_constants(
 ) -> Experts | None:
     """Check a node's initializers when its kernel is created, as far as they tell.
 
-    Returns the description of the experts if all their operands are there, else ``None``: then the
-    first call that brings the rest finds what doesn't fit.
+    Returns the description of the experts if all their required operands are there, else ``None``:
+    then the first call that brings the rest finds what doesn't fit.
     """
     for index in constants:
         if index not in range(len(INPUT_NAMES)):
@@ -440,7 +467,11 @@ def check_constants(
             raise QMoEError(f"{INPUT_NAMES[index]} (input {index}) changes with each call; don't give it at creation")
         if node.has_input(index) is False:
             raise QMoEError(f"{INPUT_NAMES[index]} (input {index}) is absent from the node; don't give it at creation")
-    if not all(i in constants for i in REQUIRED_INPUTS if i >= 2):
+    required = {i for i in REQUIRED_INPUTS if i >= 2}
+    has_fc3 = any(i in constants for i in MATRIX_INPUTS["fc3"])
+    if not node.swiglu_fusion and (node.activation_type == "swiglu" or (node.activation_type == "silu" and has_fc3)):
+        required |= {*MATRIX_INPUTS["fc3"][:2]}
+    if not required <= constants.keys():
         operand_types(node, constants)
         return None
     return describe_experts(node, constants, weights_layout=weights_layout)

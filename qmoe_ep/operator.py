@@ -9,8 +9,8 @@ features (2·I when gate and up are fused, else I), b bits, B block size.
 
 from __future__ import annotations
 
-import math
 import numbers
+import reprlib
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -58,6 +58,7 @@ MATRIX_INPUTS = {"fc1": (2, 3, 4, 11), "fc2": (5, 6, 7, 12), "fc3": (8, 9, 10, 1
 ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "identity")
 BIT_WIDTHS = (1, 2, 3, 4, 8)
 SM80_ROW_TILE = {4: 4, 2: 8}
+LARGEST_FLOAT32, SMALLEST_FLOAT32 = 2.0**128 - 2.0**104, 2.0**-149
 
 Layout: TypeAlias = Literal["raw", "sm80"]
 
@@ -132,14 +133,14 @@ class QMoENode:
     @property
     def blocks(self) -> int:
         """The block size, 0 for row-wise scales."""
-        return self.block_size if self.block_size is not None and self.block_size > 0 else 0
+        return int(self.block_size) if self.block_size is not None and self.block_size > 0 else 0
 
     def bits(self, matrix: str) -> int:
         """Bits per weight of ``"fc1"``, ``"fc2"`` or ``"fc3"`` (FC3 follows FC1 unless it says otherwise)."""
         own: int | None = getattr(self, f"{matrix}_expert_weight_bits")
         if own is None and matrix == "fc3":
             own = self.fc1_expert_weight_bits
-        return self.expert_weight_bits if own is None else own
+        return int(self.expert_weight_bits if own is None else own)
 
     def has_input(self, index: int) -> bool | None:
         """Whether the ONNX node names operand ``index``; ``None`` if the node isn't from a model."""
@@ -173,7 +174,7 @@ def _wrong_type(attribute: onnx.AttributeProto, expected: str) -> str:
 
         kind = onnx.AttributeProto.AttributeType.Name(attribute.type)
         try:
-            got = f"{onnx.helper.get_attribute_value(attribute)!r} of type {kind}"
+            got = f"{reprlib.repr(onnx.helper.get_attribute_value(attribute))} of type {kind}"
         except ValueError:
             got = f"type {kind}"
     return f"attribute {attribute.name} must be {expected}, got {got}"
@@ -247,7 +248,13 @@ def _attribute_reason(node: QMoENode) -> str | None:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, (bool, np.bool_)) and math.isfinite(float(value))
+    """A number that is finite as float32, which is what an ONNX attribute and every kernel hold."""
+    if not isinstance(value, numbers.Real) or isinstance(value, (bool, np.bool_)):
+        return False
+    try:
+        return abs(float(value)) <= LARGEST_FLOAT32
+    except OverflowError:
+        return False
 
 
 _QUANT_TYPE_NEEDS = {
@@ -294,7 +301,7 @@ def _activation_reason(node: QMoENode) -> str | None:
             f"got {node.activation_type!r}; set swiglu_fusion to 0"
         )
     limit = node.swiglu_limit
-    if limit is not None and (not _is_finite(limit) or limit <= 0):
+    if limit is not None and (not _is_finite(limit) or limit < SMALLEST_FLOAT32):
         return (
             f"attribute swiglu_limit must be finite and greater than 0, got {limit!r}; "
             "leave it out for no limit (an explicit infinity is declined)"
@@ -363,9 +370,16 @@ def _layout_reason(node: QMoENode, weights_layout: Layout | None) -> str | None:
     for matrix in MATRIX_INPUTS:
         if matrix == "fc3" and not (node.has_input(8) or (node.activation_type == "swiglu" and not node.swiglu_fusion)):
             continue
-        if (bits := node.bits(matrix)) not in SM80_ROW_TILE:
-            return (
-                f"the SM80 layout (weights_prepacked = 1) exists for 2 and 4 bits, but {matrix} has {bits}; "
-                "store the weights raw (weights_prepacked = 0) or pass weights_layout='raw' if they are"
-            )
+        if (reason := sm80_width_reason(node, matrix)) is not None:
+            return reason
     return None
+
+
+def sm80_width_reason(node: QMoENode, matrix: str) -> str | None:
+    """Why a matrix that is to be in the SM80 layout can't be, by its width."""
+    if (bits := node.bits(matrix)) in SM80_ROW_TILE:
+        return None
+    return (
+        f"the SM80 layout (weights_prepacked = 1) exists for 2 and 4 bits, but {matrix}_expert_weight_bits is {bits}; "
+        "store the weights raw (weights_prepacked = 0) or pass weights_layout='raw' if they are"
+    )

@@ -7,12 +7,13 @@ value = (code − zero point)·scale, where the zero point is 2^(bits−1) unles
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from qmoe_ep.call import MAX_BYTES, packed_bytes
+from qmoe_ep.call import FLOAT_DTYPES, MAX_BYTES, packed_bytes
 from qmoe_ep.errors import QMoEError
 from qmoe_ep.operator import SM80_ROW_TILE
 
@@ -101,11 +102,13 @@ def pack_codes(codes: NDArray[Any], *, bits: int) -> Bytes:
         If a code doesn't fit into ``bits`` bits.
     """
     fmt = _format(bits)
+    if codes.ndim == 0 or codes.dtype.kind not in "iu":
+        raise QMoEError(f"codes: expected integers [..., K], got {codes.dtype} {list(codes.shape)}")
     if codes.size and not 0 <= int(codes.min()) <= int(codes.max()) < fmt.levels:
         raise QMoEError(f"codes must be in [0, {fmt.levels}) for {bits} bits, got [{codes.min()}, {codes.max()}]")
     count = codes.shape[-1]
     groups = -(-count // fmt.group_codes)
-    flat = codes.reshape(-1, count)
+    flat = codes.reshape(math.prod(codes.shape[:-1]), count)
     packed = np.empty((flat.shape[0], packed_bytes(count, bits)), np.uint8)
     for rows in _row_chunks(flat.shape[0], count):
         chunk = flat[rows]
@@ -125,12 +128,13 @@ def unpack_codes(packed: Bytes, *, bits: int, count: int) -> Bytes:
     """
     fmt = _format(bits)
     row_bytes = packed_bytes(count, bits)
-    if packed.shape[-1] != row_bytes:
+    if packed.dtype != np.uint8 or packed.shape[-1:] != (row_bytes,):
         raise QMoEError(
-            f"packed: expected last dimension {row_bytes} for {count} codes of {bits} bits, got {packed.shape[-1]}"
+            f"packed: expected uint8 with last dimension {row_bytes} for {count} codes of {bits} bits, "
+            f"got {packed.dtype} {list(packed.shape)}"
         )
     groups = -(-count // fmt.group_codes)
-    flat = packed.reshape(-1, row_bytes)
+    flat = packed.reshape(math.prod(packed.shape[:-1]), row_bytes)
     codes = np.empty((flat.shape[0], groups * fmt.group_codes), np.uint8)
     for rows in _row_chunks(flat.shape[0], row_bytes):
         word = _words(flat[rows], fmt, groups)
@@ -291,9 +295,10 @@ def quantize_experts(
 ) -> QuantizedExperts:
     """Quantize float experts by rounding to nearest.
 
-    Symmetric: one signed scale per block, the smallest in magnitude with which every value is within
-    half a step of a code (with 1 bit, whose codes mean −scale and 0, the value of largest magnitude is
-    kept). Asymmetric: the block's range, widened to contain 0, is spread over all codes.
+    Symmetric: one signed scale per block, the smallest in magnitude with which every value lies between
+    the lowest and the highest code, so within half a step of one (with 1 bit, whose codes mean −scale
+    and 0, the value of largest magnitude is kept). Asymmetric: the block's range, widened to contain 0,
+    is spread over all codes.
 
     Parameters
     ----------
@@ -309,6 +314,8 @@ def quantize_experts(
         If an argument is out of range or a weight isn't finite.
     """
     fmt = _format(bits)
+    if np.dtype(scale_dtype) not in FLOAT_DTYPES:
+        raise QMoEError(f"scale_dtype must be float32, float16 or bfloat16, got {np.dtype(scale_dtype)}")
     if weights.ndim != 3 or 0 in weights.shape:
         raise QMoEError(f"weights: expected non-empty [E, N, K], got shape {list(weights.shape)}")
     experts, out, k = weights.shape
@@ -318,14 +325,19 @@ def quantize_experts(
     scales = np.empty((experts, out, blocks), scale_dtype)
     points = np.empty((experts, out, blocks), np.uint8)
     for e in range(experts):
-        values = np.asarray(weights[e], np.float32).reshape(out, blocks, -1)
-        if not np.isfinite(values).all():
-            raise QMoEError(f"weights: expert {e} holds a NaN or infinity; only finite weights can be quantized")
-        scale, zero = _block_scales(values, fmt, symmetric=symmetric)
         with np.errstate(over="ignore"):
+            values = np.asarray(weights[e], np.float32).reshape(out, blocks, -1)
+        if not np.isfinite(values).all():
+            raise QMoEError(
+                f"weights: expert {e} holds a NaN or infinity in float32; only finite weights can be quantized"
+            )
+        with np.errstate(over="ignore"):
+            scale, zero = _block_scales(values, fmt, symmetric=symmetric)
             scales[e] = scale.astype(scale_dtype)
         if not np.isfinite(scales[e].astype(np.float32)).all():
-            raise QMoEError(f"weights: a scale of expert {e} overflows {np.dtype(scale_dtype)}; use float32 scales")
+            raise QMoEError(
+                f"weights: a scale of expert {e} overflows {np.dtype(scale_dtype)}; use a wider one or smaller weights"
+            )
         points[e] = zero
         packed[e] = pack_codes(_nearest(values, scales[e], zero, fmt).reshape(out, k), bits=bits)
     zero_points = None
@@ -379,14 +391,16 @@ def dequantize_experts(
     QMoEError
         If shapes don't belong together.
     """
-    if packed.ndim != 3:
-        raise QMoEError(f"packed: expected [E, N, K·{bits}/8], got shape {list(packed.shape)}")
-    experts, out, row_bytes = packed.shape
     _format(bits)
+    if packed.dtype != np.uint8 or packed.ndim != 3 or 0 in packed.shape:
+        raise QMoEError(f"packed: expected non-empty uint8 [E, N, K·{bits}/8], got {packed.dtype} {list(packed.shape)}")
+    experts, out, row_bytes = packed.shape
     k = in_features if in_features is not None else row_bytes * 8 // bits
     size = _block(block_size, k)
     blocks = k // size if size else 1
-    if experts * out * max(k, 1) * 4 > MAX_BYTES:
+    if packed_bytes(k, bits) != row_bytes:
+        raise QMoEError(f"packed: rows of {row_bytes} bytes don't hold K = {k} codes of {bits} bits; check in_features")
+    if experts * out * k * 4 > MAX_BYTES:
         raise QMoEError(f"packed: {experts} × {out} × {k} float32 values exceed 2^63-1 bytes")
     if scales.shape != (experts, out, blocks) and (size or scales.shape != (experts, out)):
         expected = [experts, out, blocks] if size else [experts, out]

@@ -57,6 +57,7 @@ class CpuKernel:
         """Execute and return a new output array; operands as in :meth:`execute`."""
         if not inputs or inputs[0] is None:
             raise QMoEError(f"{INPUT_NAMES[0]} (input 0) is required but absent")
+        _check_arrays(inputs)
         output = np.empty(inputs[0].shape, inputs[0].dtype)
         self.execute(inputs, [output])
         return output
@@ -82,6 +83,7 @@ class CpuKernel:
         QMoEError
             Naming the operand, what was expected and what came.
         """
+        _check_arrays(inputs)
         operands = merge_operands(self._constants, inputs)
         with self._lock:
             call = self._describe(operands)
@@ -137,10 +139,19 @@ def _run_expert(call: CallDescription, expert: ExpertWeights, x: NDArray[np.floa
     return expert.fc2(activate(call.node, gate, up))
 
 
+def _check_arrays(inputs: Sequence[object]) -> None:
+    for index, operand in enumerate(inputs):
+        if operand is not None and not isinstance(operand, np.ndarray):
+            name = INPUT_NAMES[index] if index < len(INPUT_NAMES) else f"input {index}"
+            raise QMoEError(f"{name}: expected a NumPy array, got {type(operand).__name__}; convert it")
+
+
 def _checked_output(call: CallDescription, outputs: Sequence[NDArray[Any]]) -> NDArray[Any]:
     if len(outputs) != 1:
         raise QMoEError(f"outputs: expected exactly 1 array, got {len(outputs)}")
     output = outputs[0]
+    if not isinstance(output, np.ndarray):
+        raise QMoEError(f"output: expected a NumPy array, got {type(output).__name__}; allocate it like the input")
     if output.shape != call.input_shape or output.dtype != call.dtype:
         raise QMoEError(
             f"output: expected {call.dtype} {list(call.input_shape)} as input 0, "
