@@ -118,6 +118,8 @@ class QMoENode:
                     f"attribute {attribute.name} is not an attribute of QMoE version 1 that this package knows; "
                     "remove it, or use a newer version of the package"
                 )
+            elif attribute.name in values:
+                malformed.append(f"attribute {attribute.name} is given twice; keep one")
             elif attribute.ref_attr_name or attribute.type != kind[0]:
                 malformed.append(_wrong_type(attribute, kind[1]))
             else:

@@ -160,6 +160,28 @@ class Problem:
         limit = self.tolerance if allowed is None else allowed
         assert errors.max(initial=0.0) <= limit, f"row errors {errors} exceed {limit} for {self.recipe}"
 
+    def check_closely(self, actual: Array) -> None:
+        """:meth:`check`, and that every row is as near as float32 arithmetic and one rounding allow.
+
+        The operator's own measure is relative to absolute values everywhere, which lets much pass
+        when many terms cancel. This one is for paths that compute in float32 throughout.
+        """
+        self.check(actual)
+        rows = self.magnitudes.shape[0]
+        got = actual.astype(np.float64).reshape(rows, self.recipe.hidden)
+        want = self.expected.reshape(rows, self.recipe.hidden)
+        valid = np.isfinite(got) & np.isfinite(want)
+        error = np.linalg.norm(np.where(valid, got - np.where(valid, want, 0), 0), axis=1)
+        norm = np.linalg.norm(np.where(valid, want, 0), axis=1)
+        rounding, subnormal = {
+            "float32": (2**-24, 2**-150),
+            "float16": (2**-11, 2**-25),
+            "bfloat16": (2**-8, 2**-134),
+        }[self.recipe.dtype]
+        computed = 2**-22 * np.maximum(norm, np.where(np.isfinite(self.magnitudes), self.magnitudes, 0))
+        allowed = rounding * norm + computed + subnormal * math.sqrt(self.recipe.hidden)
+        assert (error <= allowed).all(), f"row errors {error} exceed {allowed} for {self.recipe}"
+
     def node_proto(self, name: str = "moe") -> onnx.NodeProto:
         """The problem's node as a model holds it."""
         return node_proto(self.attributes, self.inputs, name)
