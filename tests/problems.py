@@ -8,6 +8,7 @@ hypothesis (:func:`problems`); a :class:`Space` narrows what the last two choose
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,6 +29,7 @@ __all__ = [
     "Recipe",
     "Space",
     "build",
+    "first_seed",
     "node_proto",
     "problems",
     "random_problem",
@@ -326,6 +328,11 @@ def problems(draw: st.DrawFn, space: Space = EVERYTHING) -> Problem:
     """Valid problems; the first choices of the space are the simplest."""
     recipe = _choose(space, lambda options: draw(st.sampled_from(options)))
     return build(replace(recipe, seed=draw(st.integers(0, 2**32 - 1))))
+
+
+def first_seed() -> int:
+    """The seed that tests over random problems count from; QMOE_EP_TEST_SEED chooses another."""
+    return int(os.environ.get("QMOE_EP_TEST_SEED", "0"))
 
 
 def random_problem(seed: int, space: Space = EVERYTHING) -> Problem:
