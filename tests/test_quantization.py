@@ -112,6 +112,7 @@ def test_wrong_arguments_of_packing() -> None:
     for codes in (np.zeros(4, np.float32), np.zeros((), np.uint8), np.zeros(4, np.bool_)):
         with pytest.raises(QMoEError, match="codes: expected integers"):
             pack_codes(codes, bits=4)
+    packed: Any
     for packed in (np.zeros(3, np.uint8), np.zeros(4, np.int8), np.zeros((), np.uint8)):
         with pytest.raises(QMoEError, match=r"packed: expected uint8 with last dimension 4 for 8 codes of 4 bits"):
             unpack_codes(packed, bits=4, count=8)
@@ -442,9 +443,10 @@ def test_wrong_arguments_of_quantizing() -> None:
             quantize_experts(weights, block_size=size)
     with pytest.raises(QMoEError, match="block_size = 128 doesn't divide the input features K = 64"):
         quantize_experts(weights, block_size=128)
+    dtype: Any
     for dtype in (np.float64, np.int8, "O"):
         with pytest.raises(QMoEError, match="scale_dtype must be"):
-            quantize_experts(weights, scale_dtype=dtype)  # type: ignore[arg-type]
+            quantize_experts(weights, scale_dtype=dtype)
     for magnitude, dtype in ((1e6, np.float16), (3e38, np.float32)):
         wide = weights * np.float32(magnitude)
         wide[..., ::2] *= -1
