@@ -175,10 +175,7 @@ def _wrong_type(attribute: onnx.AttributeProto, expected: str) -> str:
         import onnx
 
         kind = onnx.AttributeProto.AttributeType.Name(attribute.type)
-        try:
-            got = f"{reprlib.repr(onnx.helper.get_attribute_value(attribute))} of type {kind}"
-        except ValueError:
-            got = f"type {kind}"
+        got = f"{reprlib.repr(onnx.helper.get_attribute_value(attribute))} of type {kind}"
     return f"attribute {attribute.name} must be {expected}, got {got}"
 
 
