@@ -1,0 +1,427 @@
+"""The prefill kernel family: grouped products on Hopper's tensor cores (compute capability 9.0) for many rows.
+
+Device code: ``prefill_gather.cuh`` (input vectors by expert), ``prefill.cuh`` (FC1 with activation, FC2) on
+``prefill_fragments.cuh`` (codes to tensor-core operands), ``prefill_wgmma.cuh`` and ``prefill_pipeline.cuh``; routing,
+grouping and the combination are those of the portable family.
+
+Numbers: codes minus zero points are exact in half precision. With blocks they are multiplied by the scale in half
+precision, which rounds the scale (unless it has the input's type) and the weight once each; row-wise scales multiply
+the float32 sums instead. Sums, bias, activation and the combination are float32. The activated features are rounded
+once to the input's type. In float16 that could overflow or flush to zero where float32 does not, and so could a scale:
+the kernels notice, and then, in the same call and without the host, the portable kernels compute it again. When nothing
+is noticed those are two empty launches. bfloat16 has the range of float32 and needs none of this.
+
+:func:`plan` is where a call enters.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from qmoe_ep.call import packed_bytes
+from qmoe_ep.kernels import portable
+from qmoe_ep.kernels.plan import AddressSource, ModuleSource, Plan, Step
+from qmoe_ep.kernels.portable import GateScalars, format_type, guaranteed_load_bytes
+from qmoe_ep.kernels.route import group_scratch, group_steps, largest_tile_count, route_scratch, route_step
+from qmoe_ep.kernels.translation_unit import Entry, device_type, dtype_tag, module_name, translation_unit
+from qmoe_ep.operator import MATRIX_INPUTS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from qmoe_ep.call import CallDescription, ExpertMatrix
+    from qmoe_ep.capabilities import Capabilities
+
+__all__ = ["DownArguments", "GateUpArguments", "GatherArguments", "plan", "unserved_reason"]
+
+VERSION = 1
+_TILE_TOKENS, _TILE_ROWS, _STEP_INNER, _LANE_CODES = 128, 256, 128, 32
+_THREADS, _GATHER_THREADS, _GATHER_ROUTES = 512, 256, 8
+_SLOTS = 6
+# Slots of the ring, two barriers each, and room to align them to 1024 bytes.
+_SHARED_BYTES = _SLOTS * (_TILE_TOKENS * _STEP_INNER * 2 + 16) + 1024
+_STATIC_SHARED_BYTES = 1024
+_MAX_INT = 2**31 - 1
+_HALVES = (np.dtype(np.float16), np.dtype(bfloat16))
+_POINTER = ctypes.c_void_p
+
+
+class GatherArguments(ctypes.Structure):
+    """``qmoe::prefill::GatherArguments``."""
+
+    _fields_ = (
+        ("input", _POINTER),
+        ("grouped_routes", _POINTER),
+        ("tiles", _POINTER),
+        ("tile_count", _POINTER),
+        ("workspace", _POINTER),
+        ("route_state", _POINTER),
+        ("exact_tiles", _POINTER),
+        ("exact_tile_count", _POINTER),
+        ("image_rows", ctypes.c_longlong),
+        ("tokens_offset", ctypes.c_longlong),
+        ("top_k", ctypes.c_int),
+        ("hidden", ctypes.c_int),
+        ("exact_split", ctypes.c_int),
+    )
+
+
+class RowsApart(ctypes.Structure):
+    """``qmoe::prefill::RowsApart``."""
+
+    _fields_ = (
+        ("codes", ctypes.c_longlong),
+        ("scales", ctypes.c_longlong),
+        ("zero_points", ctypes.c_longlong),
+    )
+
+
+class GateUpArguments(ctypes.Structure):
+    """``qmoe::prefill::GateUpArguments``."""
+
+    _fields_ = (
+        ("fc1_weights", _POINTER),
+        ("fc1_scales", _POINTER),
+        ("fc1_bias", _POINTER),
+        ("fc1_zero_points", _POINTER),
+        ("fc3_weights", _POINTER),
+        ("fc3_scales", _POINTER),
+        ("fc3_bias", _POINTER),
+        ("fc3_zero_points", _POINTER),
+        ("tiles", _POINTER),
+        ("tile_count", _POINTER),
+        ("workspace", _POINTER),
+        ("route_state", _POINTER),
+        ("exact_tile_count", _POINTER),
+        ("image_rows", ctypes.c_longlong),
+        ("tokens_offset", ctypes.c_longlong),
+        ("apart", RowsApart),
+        ("hidden", ctypes.c_int),
+        ("inter", ctypes.c_int),
+        ("exact_split", ctypes.c_int),
+        ("scalars", GateScalars),
+    )
+
+
+class DownArguments(ctypes.Structure):
+    """``qmoe::prefill::DownArguments``."""
+
+    _fields_ = (
+        ("fc2_weights", _POINTER),
+        ("fc2_scales", _POINTER),
+        ("fc2_bias", _POINTER),
+        ("fc2_zero_points", _POINTER),
+        ("grouped_routes", _POINTER),
+        ("tiles", _POINTER),
+        ("tile_count", _POINTER),
+        ("workspace", _POINTER),
+        ("route_state", _POINTER),
+        ("exact_tile_count", _POINTER),
+        ("contributions", _POINTER),
+        ("image_rows", ctypes.c_longlong),
+        ("apart", RowsApart),
+        ("hidden", ctypes.c_int),
+        ("inter", ctypes.c_int),
+        ("exact_split", ctypes.c_int),
+    )
+
+
+def unserved_reason(call: CallDescription, capabilities: Capabilities) -> str | None:
+    """Why these kernels can't compute a call, as a clause; ``None`` if they can."""
+    experts = call.experts
+    if capabilities.compute_capability != (9, 0):
+        major, minor = capabilities.compute_capability
+        return f"prefill kernels are for compute capability 9.0, the device has {major}.{minor}"
+    if capabilities.shared_bytes_per_block_optin < _SHARED_BYTES + _STATIC_SHARED_BYTES:
+        return f"{_SHARED_BYTES + _STATIC_SHARED_BYTES} bytes of shared memory per block are not to be had"
+    if call.dtype not in _HALVES:
+        return f"the input is {call.dtype}, not float16 or bfloat16"
+    if experts.hidden_size % 16 or experts.inter_size % 16:
+        return f"H = {experts.hidden_size} and I = {experts.inter_size} are not both multiples of 16"
+    if experts.fc3 is not None and _format_key(experts.fc1) != _format_key(experts.fc3):
+        return "FC1 and FC3 differ in width, scale type or zero points"
+    row_tiles = max(_row_tiles(call), -(-experts.hidden_size // _TILE_ROWS))
+    if call.routes > _MAX_INT // 16 or largest_tile_count(call, _TILE_TOKENS) * row_tiles > _MAX_INT // 2:
+        return "there are more tiles than 32 bits count"
+    return None
+
+
+def plan(
+    call: CallDescription, capabilities: Capabilities, alignment: Mapping[AddressSource, int] | None = None
+) -> Plan | None:
+    """Plan a call on the tensor cores, or return ``None`` where :func:`unserved_reason` has a reason.
+
+    Parameters
+    ----------
+    call : any number of rows; worth it from a few tokens per expert on
+    alignment : bytes to which an operand's address is known to be aligned, by operand index; 16 where it
+        says nothing, never less than the operand's element
+    """
+    if not call.rows or unserved_reason(call, capabilities) is not None:
+        return None
+    known = alignment or {}
+    portable_steps = {step.name: step for step in portable.plan(call, capabilities, known, form="many").steps}
+    pieces = _TILE_TOKENS // portable_steps["group_count"].arguments.tile_rows
+    tokens = f"{call.routes / call.experts.num_experts:.3g} tokens per expert"
+    steps = (
+        route_step(call),
+        *group_steps(call, _TILE_TOKENS),
+        _gather_step(call, capabilities, known, pieces),
+        _gate_up_step(call, capabilities, known, pieces, portable_steps["gate_up_many"].arguments.scalars),
+        _down_step(call, capabilities, known, pieces),
+        *(_exact_steps(portable_steps) if _checked(call) else ()),
+        portable_steps["combine"],
+    )
+    return Plan("prefill", f"{tokens}, on the tensor cores", _scratch(call, pieces), steps)
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def _checked(call: CallDescription) -> bool:
+    """Whether values can leave the range of the input's type, so that the kernels look out for them."""
+    return call.dtype == np.float16
+
+
+def _row_tiles(call: CallDescription) -> int:
+    """Tiles of 256 weight rows of FC1."""
+    features = _STEP_INNER if call.experts.gating != "none" else 2 * _STEP_INNER
+    return -(-call.experts.inter_size // features)
+
+
+def _image_rows(call: CallDescription) -> int:
+    """Rows of an image: groups start at multiples of 8, moved up by 8 per expert, and a tile reads up to 128 rows."""
+    return -(-call.routes // 8) * 8 + 8 * call.experts.num_experts + _TILE_TOKENS
+
+
+def _activated_bytes(call: CallDescription) -> int:
+    steps = _row_tiles(call) * (1 if call.experts.gating != "none" else 2)
+    return steps * 2 * _STEP_INNER * _image_rows(call)
+
+
+def _tokens_bytes(call: CallDescription) -> int:
+    return -(-call.experts.hidden_size // _STEP_INNER) * 2 * _STEP_INNER * _image_rows(call)
+
+
+def _scratch(call: CallDescription, pieces: int) -> tuple[tuple[str, int], ...]:
+    images = _activated_bytes(call) + _tokens_bytes(call)
+    scratch = (
+        *route_scratch(call),
+        *group_scratch(call, _TILE_TOKENS),
+        ("contributions", 4 * call.routes * call.experts.hidden_size),
+    )
+    if not _checked(call):
+        return (*scratch, ("workspace", images))
+    # The portable kernels come after both products and may overwrite the images.
+    activated = 4 * call.routes * portable.activated_stride(call)
+    return (
+        *scratch,
+        ("workspace", max(images, activated)),
+        ("route_state", 2 * _image_rows(call)),
+        ("exact_tiles", 16 * pieces * largest_tile_count(call, _TILE_TOKENS)),
+        ("exact_tile_count", 4),
+    )
+
+
+def _rows_apart(matrix: ExpertMatrix, rows: int) -> RowsApart:
+    zero_points = packed_bytes(matrix.blocks, matrix.bits)
+    scales = matrix.blocks * matrix.scale_dtype.itemsize
+    return RowsApart(rows * matrix.row_bytes, rows * scales, rows * zero_points)
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+def _format_key(matrix: ExpertMatrix) -> tuple[object, ...]:
+    return matrix.bits, matrix.block_size, matrix.scale_dtype, matrix.zero_points
+
+
+def _weights_type(matrices: tuple[ExpertMatrix, ...], alignment: Mapping[AddressSource, int]) -> tuple[str, str]:
+    """C++ type ``qmoe::prefill::Weights<…>`` of matrices of one format, and its part of a module's name."""
+    first = matrices[0]
+    known = [alignment.get(MATRIX_INPUTS[matrix.name][0], 16) for matrix in matrices]
+    load_bytes = guaranteed_load_bytes(*known, first.row_bytes, _LANE_CODES * first.bits // 8)
+    text, tag = _format(first)
+    return f"qmoe::prefill::Weights<{text}, {load_bytes}>", f"{tag}_p{load_bytes}"
+
+
+def _format(matrix: ExpertMatrix) -> tuple[str, str]:
+    """The format as such; how wide its codes are read is said by ``Weights``."""
+    return format_type(matrix, 1)
+
+
+def _gather_module(call: CallDescription, alignment: Mapping[AddressSource, int]) -> ModuleSource:
+    load_bytes = 16 if alignment.get(0, 16) >= 16 else 2
+    checked = _checked(call)
+    body = f"qmoe::prefill::gather<{load_bytes}, {str(checked).lower()}>"
+    entry = Entry("prefill_gather", GatherArguments, "qmoe::prefill::GatherArguments", body, _GATHER_THREADS, 4)
+    name = module_name("prefill", VERSION, "gather", f"x{load_bytes}", "checked" if checked else "plain")
+    return translation_unit(name, ("prefill_gather.cuh",), (), (entry,))
+
+
+_GATING = {"none": "kNone", "interleaved": "kInterleaved", "halves": "kHalves", "fc3": "kThird"}
+_ACTIVATION = {"relu": "kRelu", "gelu": "kGelu", "silu": "kSilu", "identity": "kIdentity", "swiglu": "kIdentity"}
+
+
+def _gate_up_module(call: CallDescription, alignment: Mapping[AddressSource, int]) -> ModuleSource:
+    experts = call.experts
+    upper = experts.fc1 if experts.fc3 is None else experts.fc3
+    weights, tag = _weights_type((experts.fc1, upper), alignment)
+    upper_format, _ = _format(upper)
+    function = "silu" if experts.gating != "none" else call.node.activation_type
+    layout = (
+        f"using Layout = qmoe::prefill::GateUp<{device_type(call.dtype)}, {weights}, {upper_format}, "
+        f"qmoe::Gating::{_GATING[experts.gating]}, qmoe::Activation::{_ACTIVATION[function]}>;"
+    )
+    tags = [experts.gating, function, dtype_tag(call.dtype), tag]
+    if experts.fc3 is not None:
+        tags.append(f"b{dtype_tag(upper.bias_dtype)}")
+    entry = Entry(
+        "prefill_gate_up",
+        GateUpArguments,
+        "qmoe::prefill::GateUpArguments",
+        "qmoe::prefill::gate_up<Layout>",
+        _THREADS,
+    )
+    return translation_unit(module_name("prefill", VERSION, "gate_up", *tags), ("prefill.cuh",), (layout,), (entry,))
+
+
+def _down_module(call: CallDescription, alignment: Mapping[AddressSource, int]) -> ModuleSource:
+    weights, tag = _weights_type((call.experts.fc2,), alignment)
+    layout = f"using Layout = qmoe::prefill::Down<{device_type(call.dtype)}, {weights}>;"
+    entry = Entry(
+        "prefill_down", DownArguments, "qmoe::prefill::DownArguments", "qmoe::prefill::down<Layout>", _THREADS
+    )
+    name = module_name("prefill", VERSION, "down", dtype_tag(call.dtype), tag)
+    return translation_unit(name, ("prefill.cuh",), (layout,), (entry,))
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+_GROUPED: tuple[tuple[str, AddressSource], ...] = (("tiles", "group_tiles"), ("tile_count", "tile_count"))
+_IMAGES: tuple[tuple[str, AddressSource], ...] = (("workspace", "workspace"),)
+_WATCHED: tuple[tuple[str, AddressSource], ...] = (
+    ("route_state", "route_state"),
+    ("exact_tile_count", "exact_tile_count"),
+)
+
+
+def _watched(call: CallDescription) -> tuple[tuple[str, AddressSource], ...]:
+    return _WATCHED if _checked(call) else ()
+
+
+def _matrix_pointers(*names: str) -> tuple[tuple[str, AddressSource], ...]:
+    fields = ("weights", "scales", "bias", "zero_points")
+    return tuple(
+        (f"{name}_{field}", operand)
+        for name in names
+        for field, operand in zip(fields, MATRIX_INPUTS[name], strict=True)
+    )
+
+
+def _gather_step(
+    call: CallDescription, capabilities: Capabilities, alignment: Mapping[AddressSource, int], pieces: int
+) -> Step:
+    arguments = GatherArguments(
+        image_rows=_image_rows(call),
+        tokens_offset=_activated_bytes(call),
+        top_k=call.top_k,
+        hidden=call.experts.hidden_size,
+        exact_split=pieces,
+    )
+    turns = largest_tile_count(call, _TILE_TOKENS) * (_TILE_TOKENS // _GATHER_ROUTES)
+    pointers = (("input", 0), ("grouped_routes", "grouped_routes"), *_GROUPED, *_IMAGES, *_watched(call))
+    if _checked(call):
+        pointers = (*pointers, ("exact_tiles", "exact_tiles"))
+    return Step(
+        "gather",
+        _gather_module(call, alignment),
+        "prefill_gather",
+        (min(turns, 4 * capabilities.multiprocessor_count), 1, 1),
+        (_GATHER_THREADS, 1, 1),
+        0,
+        arguments,
+        pointers,
+    )
+
+
+def _gate_up_step(
+    call: CallDescription,
+    capabilities: Capabilities,
+    alignment: Mapping[AddressSource, int],
+    pieces: int,
+    scalars: GateScalars,
+) -> Step:
+    apart = {"none": _STEP_INNER, "interleaved": 1, "halves": call.experts.inter_size, "fc3": 0}
+    arguments = GateUpArguments(
+        apart=_rows_apart(call.experts.fc1, apart[call.experts.gating]),
+        image_rows=_image_rows(call),
+        tokens_offset=_activated_bytes(call),
+        hidden=call.experts.hidden_size,
+        inter=call.experts.inter_size,
+        exact_split=pieces,
+        scalars=scalars,
+    )
+    items = largest_tile_count(call, _TILE_TOKENS) * _row_tiles(call)
+    return Step(
+        "gate_up",
+        _gate_up_module(call, alignment),
+        "prefill_gate_up",
+        (min(items, capabilities.multiprocessor_count), 1, 1),
+        (_THREADS, 1, 1),
+        _SHARED_BYTES,
+        arguments,
+        (*_matrix_pointers("fc1", "fc3"), *_GROUPED, *_IMAGES, *_watched(call)),
+    )
+
+
+def _down_step(
+    call: CallDescription, capabilities: Capabilities, alignment: Mapping[AddressSource, int], pieces: int
+) -> Step:
+    arguments = DownArguments(
+        apart=_rows_apart(call.experts.fc2, 8),
+        image_rows=_image_rows(call),
+        hidden=call.experts.hidden_size,
+        inter=call.experts.inter_size,
+        exact_split=pieces,
+    )
+    items = largest_tile_count(call, _TILE_TOKENS) * -(-call.experts.hidden_size // _TILE_ROWS)
+    return Step(
+        "down",
+        _down_module(call, alignment),
+        "prefill_down",
+        (min(items, capabilities.multiprocessor_count), 1, 1),
+        (_THREADS, 1, 1),
+        _SHARED_BYTES,
+        arguments,
+        (
+            *_matrix_pointers("fc2"),
+            ("grouped_routes", "grouped_routes"),
+            *_GROUPED,
+            *_IMAGES,
+            *_watched(call),
+            ("contributions", "contributions"),
+        ),
+    )
+
+
+def _exact_steps(steps: Mapping[str, Step]) -> tuple[Step, ...]:
+    """The portable products, on a list of tiles that is empty unless a half could not hold a value."""
+    renamed: dict[AddressSource, AddressSource] = {
+        "group_tiles": "exact_tiles",
+        "tile_count": "exact_tile_count",
+        "activated": "workspace",
+    }
+    return tuple(
+        replace(
+            steps[name],
+            name=f"exact_{name}",
+            pointers=tuple((field, renamed.get(source, source)) for field, source in steps[name].pointers),
+        )
+        for name in ("gate_up_many", "down_many")
+    )
