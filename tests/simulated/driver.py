@@ -305,6 +305,12 @@ class SimulatedDriver(GraphCalls):
         self.enqueue_device(stream, Operation("copy", "cuMemcpyDtoDAsync", copy, key=nbytes), (to, of))
 
     @call()
+    def cuPointerGetAttribute(self, attribute: Any, pointer: Any) -> Any:
+        if self.machine.memory.find(int(pointer)) is None:
+            raise Refused(Code.CUDA_ERROR_INVALID_VALUE)
+        return 0
+
+    @call()
     def cuMemsetD8Async(self, destination: Any, value: int, nbytes: int, stream: Any) -> None:
         to = int(destination)
 

@@ -1,0 +1,147 @@
+"""The CUDA execution provider: what an embedder creates, once per device and stream."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from qmoe_ep.cuda import tensor as tensors
+from qmoe_ep.cuda.kernel import QMoEKernel
+from qmoe_ep.cuda.tensor import DeviceTensor
+from qmoe_ep.cuda.variants import forced_portable
+from qmoe_ep.graph_capture import Capture, CapturedGraph
+from qmoe_ep.nvrtc_cache import ModuleCache
+from qmoe_ep.operator import Layout, QMoENode, check_claim, unsupported_reason
+from qmoe_ep.runtime import Runtime
+from qmoe_ep.telemetry import TelemetryRegistry, runtime_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import numpy as np
+    import onnx
+
+    from qmoe_ep.memory import MemoryStatistics
+
+__all__ = ["CudaExecutionProvider"]
+
+
+class CudaExecutionProvider:
+    """Creates kernels for QMoE nodes on one CUDA device and one stream.
+
+    Parameters
+    ----------
+    device : ordinal
+    stream : the embedder's stream (an integer handle, or any object with ``__cuda_stream__``); None for a stream
+        of the provider's own. The default stream 0 serves eager calls only
+    synchronous : make each eager call wait, so that a device fault surfaces at the call that caused it
+        (``QMOE_EP_SYNC=1`` does the same)
+    route_telemetry : hand out telemetry producers
+    kernels : "auto", or "portable" to force the portable kernels (``QMOE_EP_KERNELS`` does the same)
+
+    Raises
+    ------
+    CudaError : no driver or device; the message says what was tried.
+    """
+
+    name = "cuda"
+
+    def __init__(
+        self,
+        device: int = 0,
+        stream: object = None,
+        synchronous: bool = False,
+        route_telemetry: bool = True,
+        kernels: str | None = None,
+    ) -> None:
+        self._only_portable = forced_portable(kernels)
+        self.runtime = Runtime(device, stream, synchronous)
+        self.modules = ModuleCache(self.runtime)
+        self.telemetry = TelemetryRegistry(runtime_memory(self.runtime), enabled=route_telemetry)
+
+    def unsupported_reason(self, node: QMoENode | onnx.NodeProto, weights_layout: Layout | None = None) -> str | None:
+        """Why this provider declines a node, or None."""
+        return unsupported_reason(node, weights_layout)
+
+    def create_kernel(
+        self,
+        node: QMoENode | onnx.NodeProto,
+        node_id: int = 0,
+        initializers: Mapping[int, Any] | None = None,
+        weights_layout: Layout | None = None,
+    ) -> QMoEKernel:
+        """Create the kernel of one node.
+
+        Parameters
+        ----------
+        node : attributes, or a node of an ONNX model
+        node_id : the embedder's number for it, used in telemetry and messages
+        initializers : constant operands by input index: host arrays are uploaded (and converted from the SM80
+            layout) here, once; device arrays are used in place. Calls pass None for them
+        weights_layout : override of what ``weights_prepacked`` says, "raw" or "sm80"
+
+        Raises
+        ------
+        QMoEError : the node is declined (the sentence of :meth:`unsupported_reason`), or an initializer doesn't fit.
+        """
+        if not isinstance(node, QMoENode):
+            node = QMoENode.from_onnx(node)
+        check_claim(node, weights_layout)
+        return QMoEKernel(
+            self.runtime,
+            self.modules,
+            node,
+            node_id,
+            dict(initializers or {}),
+            weights_layout=weights_layout,
+            only_portable=self._only_portable,
+            telemetry=self.telemetry.producer(node_id),
+        )
+
+    # --- tensors -----------------------------------------------------------------------------------
+
+    def to_device(self, array: Any) -> DeviceTensor:
+        """Copy a host array to a new tensor."""
+        return tensors.to_device(self.runtime, array)
+
+    def empty(self, shape: tuple[int, ...] | int, dtype: Any) -> DeviceTensor:
+        """Allocate a tensor whose contents are undefined."""
+        return tensors.empty(self.runtime, shape, dtype)
+
+    def view(self, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object = None) -> DeviceTensor:
+        """See contiguous device memory of somebody else as a tensor; `owner` is kept alive by it."""
+        return DeviceTensor(self.runtime, pointer, tuple(shape), dtype, owner=owner)
+
+    def memory_statistics(self) -> MemoryStatistics:
+        """Device memory of the provider's pool."""
+        return self.runtime.memory_statistics()
+
+    # --- capture, executors ------------------------------------------------------------------------
+
+    def capture(self, update: CapturedGraph | None = None) -> Capture:
+        """Capture what is enqueued inside the ``with`` block; ``.graph`` afterwards is the replayable graph."""
+        return Capture(self.runtime, update)
+
+    def executor_scope(self, executor: int, generation: int) -> AbstractContextManager[None]:
+        """Create and run kernels under an executor's generation, exclusively; see the telemetry registry."""
+        return self.telemetry.executor_scope(executor, generation)
+
+    def retire_executor(self, executor: int, generation: int, cleanup: Callable[[bool], None] | None = None) -> None:
+        """Mark an executor's generation as retired, for good, and call ``cleanup(newly_retired)``."""
+        self.telemetry.retire_scope(executor, generation, cleanup or (lambda _: None))
+
+    def synchronize(self) -> None:
+        """Wait until everything enqueued so far is done."""
+        self.runtime.wait()
+
+    def close(self) -> None:
+        """Drain and free everything: producers, modules, memory. Repeating it does nothing."""
+        if not self.runtime.closed:
+            self.telemetry.clear()
+        self.runtime.close()
+
+    def __enter__(self) -> CudaExecutionProvider:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
