@@ -47,7 +47,7 @@ def calls_of_the_scenario() -> list[str]:
 
 
 # Made only after another call has failed, or in ways that the tests of their modules show.
-RARE = {"cuUserObjectRelease", "cuDeviceGetCount", "cuDriverGetVersion", "cuCtxSetCurrent"}
+RARE = {"cuUserObjectRelease", "cuDeviceGetCount", "cuDriverGetVersion", "cuCtxSetCurrent", "cuPointerGetAttribute"}
 
 
 def test_the_scenario_makes_every_call() -> None:

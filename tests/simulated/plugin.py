@@ -48,8 +48,9 @@ class Simulation(Machine):
     def check_end(self) -> None:
         """Fail where something leaked or broke a rule."""
         self.heal()
-        # A runtime that was only dropped is closed by its finalizer.
-        gc.collect()
+        # A runtime that was only dropped is closed by its finalizer, once what refers to it has been finalized.
+        for _ in range(3):
+            gc.collect()
         leaks = self.leaks()
         assert not self.violations, "\n".join(self.violations)
         assert not leaks, "leaked: " + ", ".join(leaks)
