@@ -76,16 +76,10 @@ def run(gpu: CudaExecutionProvider, problem: Problem, *, constant: bool = True) 
 
 @pytest.mark.parametrize("name", [case for case in CASES if "mxfp4" not in case])
 def test_stored_cases(gpu: CudaExecutionProvider, name: str) -> None:
-    case = load(name)
-    problem = case.problem if hasattr(case, "problem") else case
-    kernel = gpu.create_kernel(problem.node)
-    layout_is_sm80 = problem.node.weights_prepacked == 1
-    if layout_is_sm80:
-        constants = {i: problem.inputs[i] for i in WEIGHTS if i < len(problem.inputs) and problem.inputs[i] is not None}
-        kernel = gpu.create_kernel(problem.node, 7, constants)
-        operands = [None if i in WEIGHTS else value for i, value in enumerate(problem.inputs)]
-    else:
-        operands = list(problem.inputs)
+    problem = load(name)
+    constants = {i: a for i, a in enumerate(problem.inputs) if i in WEIGHTS and a is not None}
+    kernel = gpu.create_kernel(problem.node, 7, constants)
+    operands = [None if i in WEIGHTS else a for i, a in enumerate(problem.inputs)]
     actual = kernel(*on_device(gpu, operands)).numpy()
     expected = qmoe_ep.reference.qmoe(problem.node, problem.inputs)
     magnitudes = qmoe_ep.reference.row_magnitudes(problem.node, problem.inputs)

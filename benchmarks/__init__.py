@@ -1,0 +1,1 @@
+"""Measurements of the package; each module is a command."""

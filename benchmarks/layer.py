@@ -1,0 +1,259 @@
+"""One QMoE layer on a GPU, from router logits to output: ``python -m benchmarks.layer``.
+
+Each configuration captures one graph of several calls whose experts are disjoint (or, with many rows, whose
+logits differ), so that the L2 never serves the weights, and reports the median replay per call beside the time
+that one plain kernel needs to read the bytes of the distinct experts touched, measured in the same run. Weights
+are random; the output is poisoned before the error against the float64 reference is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import qmoe_ep
+from benchmarks.timing import ReadLimit, median_microseconds
+from qmoe_ep import reference
+from qmoe_ep.call import CallDescription, describe_call
+from qmoe_ep.cuda.tensor import DeviceTensor
+
+DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+SHAPES = {
+    "Qwen3-30B-A3B": (2048, 768, 128, 8),
+    "DeepSeek-V2-Lite": (2048, 1408, 64, 6),
+    "GPT-OSS-20B": (2880, 2880, 32, 4),
+    "Mixtral-8x7B": (4096, 14336, 8, 2),
+    "DeepSeek-V3": (7168, 2048, 256, 8),
+}
+_CHUNK = 64 << 20
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row of the table; times in µs."""
+
+    shape: str
+    rows: int
+    dtype: str
+    bits: int
+    block_size: int
+    variant: str
+    us: float
+    limit_us: float
+    ratio: float
+    gbps: float
+    tflops: float
+    error: float
+    scratch_mib: float
+
+
+class Layer:
+    """A layer with random weights on the device: swiglu with separate gate and up, softmax over the chosen k."""
+
+    def __init__(
+        self, gpu: qmoe_ep.CudaExecutionProvider, shape: str, dtype: str, bits: int, block: int, seed: int = 0
+    ) -> None:
+        self.gpu, self.shape, self.dtype, self.bits, self.block = gpu, shape, dtype, bits, block
+        self.hidden, self.inter, self.experts, self.k = SHAPES[shape]
+        self.rng = np.random.default_rng(seed)
+        self.node = qmoe_ep.QMoENode(
+            k=self.k, activation_type="swiglu", normalize_routing_weights=1, expert_weight_bits=bits, block_size=block
+        )
+        self.weights: dict[int, DeviceTensor] = {}
+        for indices, out, inner in (
+            ((2, 3), self.inter, self.hidden),
+            ((5, 6), self.hidden, self.inter),
+            ((8, 9), self.inter, self.hidden),
+        ):
+            self.weights[indices[0]] = self._fill((self.experts, out, inner * bits // 8), np.uint8)
+            self.weights[indices[1]] = self._fill((self.experts, out, inner // block), DTYPES[dtype])
+        self.kernel = gpu.create_kernel(self.node, 0, self.weights)
+
+    def _fill(self, shape: tuple[int, ...], dtype: Any) -> DeviceTensor:
+        """Random codes, or scales that keep the layer's values near one; repeated from one chunk."""
+        tensor = self.gpu.empty(shape, dtype)
+        count = min(_CHUNK // tensor.dtype.itemsize, int(np.prod(shape)))
+        if tensor.dtype == np.uint8:
+            chunk = self.rng.integers(0, 256, count, np.uint8)
+        else:
+            spread = 2.0 ** (self.bits - 1) * np.sqrt(self.hidden)
+            chunk = (self.rng.uniform(0.5, 1.5, count) / spread).astype(dtype)
+        first = self.gpu.to_device(chunk)
+        for offset in range(0, tensor.nbytes, first.nbytes):
+            size = min(first.nbytes, tensor.nbytes - offset)
+            self.gpu.runtime.dtod(tensor.pointer + offset, first.pointer, size, doing="fill")
+        return tensor
+
+    def logits(self, rows: int, call: int) -> np.ndarray[Any, Any]:
+        """For one row: disjoint sets of experts from call to call. For more: independent normal logits."""
+        values = self.rng.standard_normal((rows, self.experts))
+        if rows == 1:
+            first = call * self.k % (self.experts // self.k * self.k)
+            values[0, first : first + self.k] += 20
+        return values.astype(DTYPES[self.dtype])
+
+    def run(self, rows: int, limit: ReadLimit) -> Result:
+        """Measure one number of rows."""
+        gpu = self.gpu
+        calls = max(2, min(self.experts // self.k, 16)) if rows == 1 else 4 if rows <= 512 else 2
+        x = self.rng.standard_normal((rows, self.hidden)).astype(DTYPES[self.dtype])
+        hosts = [self.logits(rows, call) for call in range(calls)]
+        inputs = [[gpu.to_device(x), gpu.to_device(logits)] for logits in hosts]
+        output = gpu.to_device(np.full(x.shape, np.nan, x.dtype))
+        for operands in inputs:
+            self.kernel.execute(operands, [output])
+        with gpu.capture() as capture:
+            for operands in inputs:
+                self.kernel.execute(operands, [output])
+        with capture.graph as graph:
+            us = median_microseconds(gpu.runtime, graph.replay) / calls
+        plan = self.kernel.plan(inputs[0], [output])
+        touched = np.mean([np.unique(reference_experts(logits, self.k)).size for logits in hosts])
+        call = describe_call(self.node, [inputs[0][0], inputs[0][1], *(self.weights.get(i) for i in range(2, 10))])
+        nbytes = int(touched * sum(m.expert_bytes for m in call.experts.matrices))
+        limit_us = limit.microseconds(nbytes)
+        flops = 2 * rows * self.k * 3 * self.hidden * self.inter
+        return Result(
+            self.shape,
+            rows,
+            self.dtype,
+            self.bits,
+            self.block,
+            plan.variant,
+            round(us, 2),
+            round(limit_us, 2),
+            round(us / limit_us, 2),
+            round(nbytes / us / 1e3, 1),
+            round(flops / us / 1e6, 1),
+            self.error(x, hosts[0], call),
+            round(sum(size for _, size in plan.scratch) / 2**20, 2),
+        )
+
+    def error(self, x: np.ndarray[Any, Any], logits: np.ndarray[Any, Any], call: CallDescription) -> float:
+        """Largest relative L2 error of the first rows, against the norm of the true row."""
+        x, logits = x[: len(x) if len(x) <= 2 else 2], logits[: len(x) if len(x) <= 2 else 2]
+        output = self.gpu.to_device(np.full(x.shape, np.nan, x.dtype))
+        self.kernel.execute([self.gpu.to_device(x), self.gpu.to_device(logits)], [output])
+        chosen = np.unique(reference_experts(logits, self.k))
+        operands: list[Any] = [x, logits[:, chosen], *[None] * 8]
+        for index, tensor in self.weights.items():
+            stride = tensor.nbytes // self.experts
+            part = [
+                self.gpu.view(tensor.pointer + int(e) * stride, tensor.shape[1:], tensor.dtype, tensor).numpy()
+                for e in chosen
+            ]
+            operands[index] = np.stack(part)
+        want = reference.qmoe(self.node, operands)
+        got = output.numpy().astype(np.float64)
+        return float(f"{(np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)).max():.2e}")
+
+    def host_microseconds(self) -> tuple[float, float]:
+        """Host time of a warmed eager call and of a replay of it, µs, without waiting for the device."""
+        x = self.gpu.to_device(self.rng.standard_normal((1, self.hidden)).astype(DTYPES[self.dtype]))
+        operands, output = [x, self.gpu.to_device(self.logits(1, 0))], self.gpu.empty((1, self.hidden), x.dtype)
+        self.kernel.execute(operands, [output])
+        with self.gpu.capture() as capture:
+            self.kernel.execute(operands, [output])
+        with capture.graph as graph:
+            return (
+                host_time(self.gpu, lambda: self.kernel.execute(operands, [output])),
+                host_time(self.gpu, graph.replay),
+            )
+
+
+def reference_experts(logits: np.ndarray[Any, Any], k: int) -> np.ndarray[Any, Any]:
+    """The experts that the operator selects."""
+    return qmoe_ep.routing.select_experts(logits, k)
+
+
+def host_time(gpu: qmoe_ep.CudaExecutionProvider, run: Any) -> float:
+    """Median over short bursts, so that the launch queue never fills."""
+    times = []
+    for _ in range(60):
+        gpu.synchronize()
+        start = time.perf_counter()
+        for _ in range(20):
+            run()
+        times.append((time.perf_counter() - start) / 20 * 1e6)
+    return round(float(np.median(times)), 2)
+
+
+def machine(gpu: qmoe_ep.CudaExecutionProvider) -> dict[str, Any]:
+    """Where and by what the figures were made."""
+    from qmoe_ep.driver import check, driver, nvrtc
+
+    version = check(driver().cuDriverGetVersion(), "cuDriverGetVersion", "read the driver's version")
+    compiler = check(nvrtc().nvrtcVersion(), "nvrtcVersion", "read the compiler's version")
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "device": gpu.runtime.capabilities().name,
+        "driver": str(version),
+        "nvrtc": str(compiler),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "qmoe_ep": qmoe_ep.__version__,
+        "commit": commit or None,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _line(r: Result) -> str:
+    return (
+        f"{r.shape:17} {r.rows:5} {r.dtype:8} {r.bits} {r.block_size:4} {r.us:9.2f} {r.limit_us:8.2f} {r.ratio:6.2f} "
+        f"{r.gbps:7.0f} {r.tflops:7.1f} {r.error:.1e} {r.variant}"
+    )
+
+
+def main() -> None:
+    """Parse the command line, measure, print the table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--rows", nargs="*", type=int, default=[1, 4, 16, 64, 512, 4096])
+    parser.add_argument("--dtypes", nargs="*", default=["float16"], choices=DTYPES)
+    parser.add_argument("--bits", nargs="*", type=int, default=[4], choices=[1, 2, 4, 8])
+    parser.add_argument("--blocks", nargs="*", type=int, default=[32])
+    parser.add_argument("--kernels", choices=["auto", "portable"], default="auto")
+    parser.add_argument("--commit", help="recorded when the tree is no git checkout")
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    results: list[Result] = []
+    host: dict[str, Any] = {}
+    with qmoe_ep.CudaExecutionProvider(kernels=options.kernels) as gpu:
+        limit = ReadLimit(gpu.runtime)
+        print(f"{'shape':17} {'rows':>5} dtype    b  blk {'us':>9} {'limit':>8}  ratio    GB/s TFLOP/s error")
+        for shape in options.shapes:
+            for dtype in options.dtypes:
+                for bits in options.bits:
+                    for block in options.blocks:
+                        layer = Layer(gpu, shape, dtype, bits, block)
+                        for rows in options.rows:
+                            r = layer.run(rows, limit)
+                            results.append(r)
+                            print(_line(r), flush=True)
+                        if not host:
+                            eager, replay = layer.host_microseconds()
+                            host = {"shape": shape, "eager_us": eager, "replay_us": replay}
+                            print(f"host: eager call {eager} us, replay {replay} us")
+                        layer.kernel.close()
+                        del layer
+        record = machine(gpu) | {"host": host, "results": [asdict(r) for r in results]}
+        record["peak_device_bytes"] = gpu.memory_statistics().used_peak
+        if options.commit:
+            record["commit"] = options.commit
+        limit.close()
+    if options.output:
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
