@@ -124,8 +124,9 @@ def test_an_embedders_graph_keeps_what_it_addresses(real: Real) -> None:
 
 
 def test_replays_on_another_stream_keep_their_order(real: Real) -> None:
-    stream = embedder_stream(real)
     with Runtime() as runtime, allocated(runtime, 4 << 20) as (counter,):
+        # Made while the runtime keeps the primary context alive, which a stream doesn't.
+        stream = embedder_stream(real)
         modules, step = ModuleCache(runtime), accumulate_step(1 << 20, 1.0)
         launch = runtime.prepare(step, modules.function(step.module, step.entry))
         launch.bind(step.pointers, {"destination": counter.pointer})
