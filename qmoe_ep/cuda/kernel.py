@@ -39,6 +39,7 @@ __all__ = ["QMoEKernel"]
 
 _LOG = logging.getLogger("qmoe_ep")
 _FULL_ALIGNMENT = 16
+_MAX_HOT = 64
 Alignment: TypeAlias = tuple[tuple["AddressSource", int], ...]
 
 
@@ -48,7 +49,7 @@ class _Prepared:
 
     plan: Plan
     launches: tuple[PreparedLaunch, ...]
-    addresses: tuple[int, ...] = ()
+    addresses: tuple[Any, ...] = ()
     generation: int = -1
     scratch: tuple[Allocation, ...] = ()
 
@@ -59,6 +60,18 @@ class _Warm:
 
     call: CallDescription
     variants: dict[Alignment, _Prepared] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Hot:
+    """A warmed call whose operands are all aligned tensors of the runtime: only given addresses can change.
+
+    ``patches`` are (argument struct, field, position among the given operands).
+    """
+
+    prepared: _Prepared
+    patches: tuple[tuple[Any, str, int], ...]
+    used: tuple[Allocation, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +94,7 @@ class QMoEKernel:
     Attributes
     ----------
     node, node_id : what it executes, and the embedder's number for it
+    runtime : the provider's
     telemetry : the route telemetry producer, or None where the provider was built without
     """
 
@@ -99,13 +113,15 @@ class QMoEKernel:
         check_claim(node, weights_layout)
         check_constants(node, initializers, weights_layout=weights_layout)
         self.node, self.node_id, self.telemetry = node, node_id, telemetry
-        self._runtime, self._modules, self._only_portable = runtime, modules, only_portable
+        self.runtime, self._modules, self._only_portable = runtime, modules, only_portable
         self._layout = resolve_layout(node, weights_layout)
         self._lock = threading.RLock()
         self._constants = {i: self._upload(i, value) for i, value in initializers.items()}
         self._scratch = ScratchPool(runtime, f"node {node_id}")
         self._warmed: WarmedCalls[_Warm] = WarmedCalls()
+        self._hot: dict[tuple[Any, ...], _Hot] = {}
         self._last_used: tuple[Allocation, ...] = ()
+        self._dump_routes = route_dump_enabled()
         self._closed = False
 
     def _upload(self, index: int, value: Any) -> DeviceTensor:
@@ -113,13 +129,13 @@ class QMoEKernel:
         packed = any(index == indices[0] for indices in MATRIX_INPUTS.values())
         if not packed or self._layout == "raw":
             if isinstance(value, np.ndarray):
-                return to_device(self._runtime, value)
-            return as_device_tensor(self._runtime, value, INPUT_NAMES[index])
+                return to_device(self.runtime, value)
+            return as_device_tensor(self.runtime, value, INPUT_NAMES[index])
         matrix = next(name for name, indices in MATRIX_INPUTS.items() if index == indices[0])
         host = value
         if not isinstance(value, np.ndarray):
-            host = as_device_tensor(self._runtime, value, INPUT_NAMES[index]).numpy()
-        return to_device(self._runtime, sm80_to_raw(host, bits=self.node.bits(matrix)))
+            host = as_device_tensor(self.runtime, value, INPUT_NAMES[index]).numpy()
+        return to_device(self.runtime, sm80_to_raw(host, bits=self.node.bits(matrix)))
 
     # --- calls -------------------------------------------------------------------------------------
 
@@ -127,8 +143,8 @@ class QMoEKernel:
         """Execute into a new tensor; operands as in :meth:`execute`. Not during capture: nothing is allocated there."""
         if not inputs or inputs[0] is None:
             raise QMoEError(f"{INPUT_NAMES[0]} (input 0) is required but absent")
-        x = as_device_tensor(self._runtime, inputs[0], INPUT_NAMES[0])
-        output = empty(self._runtime, x.shape, x.dtype)
+        x = as_device_tensor(self.runtime, inputs[0], INPUT_NAMES[0])
+        output = empty(self.runtime, x.shape, x.dtype)
         self.execute((x, *inputs[1:]), [output])
         return output
 
@@ -148,33 +164,91 @@ class QMoEKernel:
         CaptureError : the stream is capturing and the call's signature was not warmed.
         CudaError, NvrtcError : the driver or the compiler failed; the kernel is as warm as before.
         """
-        runtime = self._runtime
+        runtime = self.runtime
         with self._lock, runtime.lock, runtime.current():
             if self._closed:
                 raise QMoEError(f"the kernel of node {self.node_id} is closed; create it again")
             runtime.collect()
             owner = registrar(runtime)
-            operands = self._view(inputs, outputs, valid_rows)
-            warm = self._warmed.get(operands.signature)
-            if warm is None:
-                warm = _Warm(self._describe(operands))
-                if not warm.call.rows:
-                    self._skip(owner)
-                    return
-                if owner is not None:
-                    self._warmed.require(operands.signature)
-            self._run(warm, operands, owner)
-            if owner is None:
-                self._warmed.remember(operands.signature, warm)
+            if owner is not None or not self._launch_hot(inputs, outputs, valid_rows):
+                self._launch(inputs, outputs, valid_rows, owner)
         if owner is None:
             runtime.synchronize()
-            if route_dump_enabled():
-                dump_routes(self, warm.call, operands.inputs)
+            if self._dump_routes:
+                dump_routes(self, inputs[1])
+
+    def _launch_hot(self, inputs: Sequence[Any], outputs: Sequence[Any], valid_rows: Any) -> bool:
+        """Launch a call that :meth:`_launch` has prepared for; False if it isn't one. All of its host time counts."""
+        tensors = (*inputs, *outputs, valid_rows)
+        key, addresses = self._hot_key(inputs, tensors)
+        hot = self._hot.get(key)
+        if hot is None or hot.prepared.generation != self._scratch.generation:
+            return False
+        prepared = hot.prepared
+        bound = (key, addresses)
+        if bound != prepared.addresses:
+            prepared.addresses = ()
+            for arguments, name, position in hot.patches:
+                setattr(arguments, name, addresses[position])
+            prepared.addresses = bound
+        for launch in prepared.launches:
+            launch.enqueue()
+        self._last_used = hot.used
+        return True
+
+    def _hot_key(self, inputs: Sequence[Any], tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]]:
+        """What identifies a prepared hot call, and its addresses; a key that is in no table where it can't be hot."""
+        runtime, combined = self.runtime, 0
+        record = None if self.telemetry is None else self.telemetry.record
+        key: list[Any] = [len(inputs), None if record is None else record.identity]
+        addresses: list[int] = []
+        for tensor in tensors:
+            if tensor is None:
+                key.append(None)
+                addresses.append(0)
+            elif type(tensor) is DeviceTensor and tensor.runtime is runtime and not tensor.read_only:
+                key.append(tensor.signature)
+                addresses.append(tensor.pointer)
+                combined |= tensor.pointer
+            else:
+                return (), addresses
+        return ((), addresses) if combined % _FULL_ALIGNMENT else (tuple(key), addresses)
+
+    def _launch(self, inputs: Sequence[Any], outputs: Sequence[Any], valid_rows: Any, owner: Registrar | None) -> None:
+        operands = self._view(inputs, outputs, valid_rows)
+        warm = self._warmed.get(operands.signature)
+        if warm is None:
+            warm = _Warm(self._describe(operands))
+            if not warm.call.rows:
+                self._skip(owner)
+                return
+            if owner is not None:
+                self._warmed.require(operands.signature)
+        prepared = self._run(warm, operands, owner)
+        if owner is None:
+            self._warmed.remember(operands.signature, warm)
+            self._remember_hot(prepared, inputs, (*inputs, *outputs, valid_rows))
+
+    def _remember_hot(self, prepared: _Prepared, inputs: Sequence[Any], tensors: tuple[Any, ...]) -> None:
+        key, _ = self._hot_key(inputs, tensors)
+        if not key:
+            return
+        positions: dict[AddressSource, int] = {i: i for i, value in enumerate(inputs) if value is not None}
+        positions.update(output=len(inputs), valid_rows=len(inputs) + 1)
+        patches = tuple(
+            (launch.arguments, name, positions[source])
+            for launch, step in zip(prepared.launches, prepared.plan.steps, strict=True)
+            for name, source in step.pointers
+            if source in positions
+        )
+        if len(self._hot) >= _MAX_HOT:
+            self._hot.clear()
+        self._hot[key] = _Hot(prepared, patches, self._last_used)
 
     def _view(self, inputs: Sequence[Any], outputs: Sequence[Any], valid_rows: Any) -> _Operands:
         if len(outputs) != 1:
             raise QMoEError(f"outputs: expected exactly 1 array, got {len(outputs)}")
-        runtime = self._runtime
+        runtime = self.runtime
         views = [
             None if value is None else as_device_tensor(runtime, value, INPUT_NAMES[min(i, len(INPUT_NAMES) - 1)])
             for i, value in enumerate(inputs)
@@ -214,6 +288,7 @@ class QMoEKernel:
         """A call of zero rows: the empty output is there already."""
         reason = "the last call had zero rows, which leaves nothing to capture"
         self._warmed.clear(reason)
+        self._hot.clear()
         if owner is not None:
             raise CaptureError(
                 f"node {self.node_id}: a call of zero rows can't be captured. End this capture, and capture a call "
@@ -222,7 +297,7 @@ class QMoEKernel:
 
     # --- launches ----------------------------------------------------------------------------------
 
-    def _run(self, warm: _Warm, operands: _Operands, owner: Registrar | None) -> None:
+    def _run(self, warm: _Warm, operands: _Operands, owner: Registrar | None) -> _Prepared:
         pointers = [0 if v is None else v.pointer for v in operands.inputs]
         output, rows, record = operands.output.pointer, operands.valid_rows, operands.telemetry
         combined = output
@@ -254,6 +329,7 @@ class QMoEKernel:
             self._run_with_scratch(prepared, addresses, owner)
         self._last_used = prepared.scratch if record is None else (*prepared.scratch, record)
         warm.variants[alignment] = prepared
+        return prepared
 
     def _run_with_scratch(self, prepared: _Prepared, addresses: tuple[int, ...], owner: Registrar | None) -> None:
         with self._scratch.call(owner) as scratch:
@@ -267,11 +343,11 @@ class QMoEKernel:
         prepared.generation = self._scratch.generation
 
     def _prepare(self, call: CallDescription, alignment: Mapping[AddressSource, int]) -> _Prepared:
-        plan = choose_plan(call, self._runtime.capabilities(), alignment, only_portable=self._only_portable)
+        plan = choose_plan(call, self.runtime.capabilities(), alignment, only_portable=self._only_portable)
         _LOG.debug("node %s: %d rows take the %s kernels, %s", self.node_id, call.rows, plan.variant, plan.reason)
         self._modules.preload([step.module for step in plan.steps])
         launches = tuple(
-            self._runtime.prepare(step, self._modules.function(step.module, step.entry), f"node {self.node_id}")
+            self.runtime.prepare(step, self._modules.function(step.module, step.entry), f"node {self.node_id}")
             for step in plan.steps
         )
         return _Prepared(plan, launches)
@@ -293,7 +369,7 @@ class QMoEKernel:
         for tensor in tensors:
             if tensor is None:
                 continue
-            if tensor.allocation is not None and tensor.runtime is self._runtime:
+            if tensor.allocation is not None and tensor.runtime is self.runtime:
                 owner.register(tensor.allocation)
             else:
                 owner.keep(tensor)
@@ -304,18 +380,18 @@ class QMoEKernel:
 
     def capture_support(self, inputs: Sequence[Any], outputs: Sequence[Any], valid_rows: Any = None) -> CaptureSupport:
         """Whether this very call can be captured: *unsupported, because…* until it has succeeded eagerly."""
-        with self._lock, self._runtime.lock, self._runtime.current():
+        with self._lock, self.runtime.lock, self.runtime.current():
             return self._warmed.support(self._view(inputs, outputs, valid_rows).signature)
 
     def plan(self, inputs: Sequence[Any], outputs: Sequence[Any] | None = None, valid_rows: Any = None) -> Plan:
         """What a call with these operands would launch: the variant, why it was chosen, scratch and steps."""
-        with self._lock, self._runtime.lock, self._runtime.current():
+        with self._lock, self.runtime.lock, self.runtime.current():
             target = [inputs[0]] if outputs is None else outputs
             operands = self._view(inputs, target, valid_rows)
             alignment = dict(_alignment(operands))
             return choose_plan(
                 self._describe(operands),
-                self._runtime.capabilities(),
+                self.runtime.capabilities(),
                 alignment,
                 only_portable=self._only_portable,
             )
@@ -326,9 +402,9 @@ class QMoEKernel:
         For an embedder that captures by itself and wants to hold the memory explicitly; close it after the
         graph's last replay. (Under such a capture the graph takes its share by itself as well.)
         """
-        with self._lock, self._runtime.lock:
+        with self._lock, self.runtime.lock:
             constants = [t.allocation for t in self._constants.values() if t.allocation is not None]
-            return GraphResources(self._runtime, (*self._last_used, *constants), tuple(self._constants.values()))
+            return GraphResources(self.runtime, (*self._last_used, *constants), tuple(self._constants.values()))
 
     def scratch_capacities(self) -> dict[str, int]:
         """Scratch slot → bytes of the warm pool."""
@@ -342,6 +418,7 @@ class QMoEKernel:
                 return
             self._closed = True
             self._warmed.clear("the kernel is closed")
+            self._hot.clear()
             self._constants.clear()
             self._last_used = ()
             self._scratch.close()

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qmoe_ep.cuda.tensor import as_device_tensor
 from qmoe_ep.routing import select_experts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from qmoe_ep.call import CallDescription
     from qmoe_ep.cuda.kernel import QMoEKernel
-    from qmoe_ep.cuda.tensor import DeviceTensor
 
 __all__ = ["dump_routes", "route_dump_enabled"]
 
@@ -27,20 +24,19 @@ def route_dump_enabled() -> bool:
     return os.environ.get("QMOE_EP_ROUTE_DUMP", "0") not in ("", "0")
 
 
-def dump_routes(kernel: QMoEKernel, call: CallDescription, inputs: Sequence[DeviceTensor | None]) -> None:
+def dump_routes(kernel: QMoEKernel, router_probs: Any) -> None:
     """Log one line per row: node, row, selected experts in order, and the margin between the smallest selected and
     the largest rejected logit (infinite when none is rejected). Waits for the logits.
     """
-    router = inputs[1]
-    if router is None:
-        return
-    logits = router.numpy().reshape(call.rows, call.experts.num_experts)
-    order = select_experts(logits, call.experts.num_experts)
+    logits = as_device_tensor(kernel.runtime, router_probs, "router_probs").numpy()
+    experts, k = logits.shape[-1], kernel.node.k
+    logits = logits.reshape(-1, experts)
+    order = select_experts(logits, experts)
     values = np.take_along_axis(logits.astype(np.float64), order.astype(np.int64), axis=1)
-    for row in range(call.rows):
+    for row in range(logits.shape[0]):
         margin = np.inf
-        if call.top_k < call.experts.num_experts:
+        if k < experts:
             with np.errstate(invalid="ignore"):
-                margin = values[row, call.top_k - 1] - values[row, call.top_k]
-        chosen = order[row, : call.top_k].tolist()
+                margin = values[row, k - 1] - values[row, k]
+        chosen = order[row, :k].tolist()
         _LOG.warning("node %s row %d experts %s margin %g", kernel.node_id, row, chosen, margin)

@@ -95,7 +95,7 @@ class CudaExecutionProvider:
             dict(initializers or {}),
             weights_layout=weights_layout,
             only_portable=self._only_portable,
-            telemetry=self.telemetry.producer(node_id),
+            telemetry=self.telemetry.producer(node_id, int(node.k)),
         )
 
     # --- tensors -----------------------------------------------------------------------------------
