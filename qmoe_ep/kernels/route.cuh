@@ -8,6 +8,7 @@
 #pragma once
 
 #include "float_types.cuh"
+#include "route_record.cuh"
 
 namespace qmoe {
 
@@ -173,13 +174,15 @@ struct RouteArguments {
 };
 
 // One warp owns a row: it reads the row's logits (and router weights) and writes its top_k experts and weights. Rows
-// past valid_rows get expert -1 and weight 0, by which the kernels that follow know them. A row's logits stay in the
+// past valid_rows get expert -1 and weight 0, by which the kernels that follow know them. An armed telemetry record
+// is advanced by the call's valid rows. A row's logits stay in the
 // first-level cache between the rounds; the rounds' latency bounds it.
 template <class Logit, class Weight, bool normalize>
 __device__ __forceinline__ void route_rows(const RouteArguments& a) {
     const int lane = threadIdx.x % 32;
     const int warps = blockDim.x / 32;
-    const int valid = a.valid_rows ? *a.valid_rows : a.rows;
+    const int valid = a.valid_rows ? min(*a.valid_rows, a.rows) : a.rows;
+    RouteRecord* record = open_record(a.telemetry, a.experts, a.top_k);
     for (long long row = static_cast<long long>(blockIdx.x) * warps + threadIdx.x / 32; row < a.rows;
          row += static_cast<long long>(gridDim.x) * warps) {
         int* selected = a.route_experts + row * a.top_k;
@@ -197,7 +200,17 @@ __device__ __forceinline__ void route_rows(const RouteArguments& a) {
             given = static_cast<const Weight*>(a.router_weights) + row * a.experts;
         }
         select_experts(logits, a.experts, a.top_k, lane, selected);
+        if (record) {
+            __syncwarp();
+            record_row(record, row, valid, selected, lane, 32);
+        }
         weigh_experts<Logit, Weight, normalize>(logits, given, a.experts, a.top_k, lane, selected, weights);
+    }
+    if (record) {
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            finish_record(record, valid, gridDim.x);
+        }
     }
 }
 

@@ -15,11 +15,13 @@ from qmoe_ep.errors import QMoEError
 from qmoe_ep.kernels.plan import ModuleSource, Step
 from qmoe_ep.kernels.translation_unit import Entry, device_type, dtype_tag, module_name, translation_unit
 from qmoe_ep.operator import ROUTER_WEIGHTS
+from qmoe_ep.route_record import RouteRecordHeader
 
 if TYPE_CHECKING:
     from qmoe_ep.call import CallDescription
 
 __all__ = [
+    "RECORD_LAYOUT",
     "GroupArguments",
     "RouteArguments",
     "check_index_ranges",
@@ -30,7 +32,7 @@ __all__ = [
     "route_step",
 ]
 
-VERSION = 1
+VERSION = 2
 MAX_GRID_X = 2**31 - 1
 _ROUTE_THREADS = 128
 _GROUP_THREADS = 1024
@@ -39,6 +41,9 @@ _MAX_ROUTES = 2**31 - 1 - 4096
 _MAX_SIZE = 2**30
 
 _POINTER = ctypes.c_void_p
+
+RECORD_LAYOUT = (RouteRecordHeader, "qmoe::RouteRecord")
+"""What ``telemetry`` points to, for the layout checks of every module that routes."""
 
 
 class RouteArguments(ctypes.Structure):
@@ -106,7 +111,7 @@ def route_module(call: CallDescription) -> ModuleSource:
     name = module_name("route", VERSION, dtype_tag(logits), dtype_tag(weights), "normalized" if normalize else "raw")
     body = f"qmoe::route_rows<{device_type(logits)}, {device_type(weights)}, {str(normalize).lower()}>"
     entry = Entry("route", RouteArguments, "qmoe::RouteArguments", body, _ROUTE_THREADS)
-    return translation_unit(name, ("route.cuh",), (), (entry,))
+    return translation_unit(name, ("route.cuh",), (), (entry,), structs=(RECORD_LAYOUT,))
 
 
 def route_step(call: CallDescription) -> Step:

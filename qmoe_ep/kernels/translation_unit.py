@@ -82,6 +82,7 @@ def translation_unit(
     declarations: Sequence[str],
     entries: Sequence[Entry],
     options: Sequence[str] = (),
+    structs: Sequence[tuple[type[ctypes.Structure], str]] = (),
 ) -> ModuleSource:
     """Generate a module.
 
@@ -92,11 +93,14 @@ def translation_unit(
     declarations : C++ that fixes the compile-time layout, such as ``using Layout = …;``
     entries : kernels; structs used by several are checked once
     options : compiler options beside those the module cache always gives
+    structs : (host layout, C++ type) of structs in memory that arguments point to, checked like the arguments
     """
     lines = [f"// {name}: generated; the device code is in the files it includes."]
     lines += [f"#include {file}" if file.startswith("<") else f'#include "{file}"' for file in includes]
     lines += declarations
-    for struct, device_struct in dict.fromkeys((entry.arguments, entry.device_struct) for entry in entries):
+    for struct, device_struct in dict.fromkeys(
+        [*((entry.arguments, entry.device_struct) for entry in entries), *structs]
+    ):
         lines += _layout_checks(struct, device_struct)
     for entry in entries:
         bounds = f"__launch_bounds__({entry.threads}, {entry.min_blocks})"

@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -50,6 +51,14 @@ inline float half_to_float(unsigned short bits) { return static_cast<float>(std:
 inline unsigned short float_to_half(float value) {
     return std::bit_cast<unsigned short>(static_cast<_Float16>(value));
 }
+
+// One thread runs at a time.
+inline unsigned atomicAdd(unsigned* address, unsigned value) { return std::exchange(*address, *address + value); }
+inline unsigned long long atomicAdd(unsigned long long* address, unsigned long long value) {
+    return std::exchange(*address, *address + value);
+}
+inline unsigned atomicOr(unsigned* address, unsigned value) { return std::exchange(*address, *address | value); }
+inline void __threadfence() {}
 
 namespace emulation {
 

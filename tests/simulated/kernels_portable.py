@@ -19,6 +19,7 @@ from qmoe_ep.call import packed_bytes
 from qmoe_ep.kernels.portable import CombineArguments, DownArguments, GateUpArguments
 from qmoe_ep.kernels.route import GroupArguments, RouteArguments
 from qmoe_ep.quantization import dequantize_matrix
+from qmoe_ep.route_record import HEADER_BYTES, RecordView, record_routes
 
 from .kernels import KernelLaunch, simulated_kernel
 
@@ -100,6 +101,15 @@ def _route(launch: KernelLaunch) -> None:
         experts[:valid], weights[:valid] = routing.route(
             logits[:valid], own, top_k=a.top_k, normalize=found[3] == "true"
         )
+    record_call(launch, a.telemetry, experts[:valid], a.experts)
+
+
+def record_call(launch: KernelLaunch, telemetry: int | None, selected: Array, num_experts: int) -> None:
+    """Add one call to the telemetry record at an address, if there is one."""
+    if telemetry:
+        header = launch.memory.view(telemetry, (HEADER_BYTES,), np.uint8)
+        record = launch.memory.view(telemetry, (RecordView.nbytes_of(header),), np.uint8)
+        record_routes(record, selected, num_experts)
 
 
 @simulated_kernel("group_count", arguments=GroupArguments)

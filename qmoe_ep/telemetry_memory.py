@@ -1,0 +1,147 @@
+"""Where telemetry records live: device memory of a runtime, or host memory for the CPU provider."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qmoe_ep.memory import Allocation
+
+if TYPE_CHECKING:
+    from qmoe_ep.runtime import Runtime
+
+__all__ = ["HostMemory", "RecordMemory", "host_memory", "runtime_memory"]
+
+
+class RecordMemory(Protocol):
+    """Memory in the order of one stream of work."""
+
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
+        """Keep calls of kernels, and other threads' changes, out; re-entrant."""
+
+    def refuse_while_capturing(self, doing: str) -> None:
+        """Raise CaptureError if the stream is capturing."""
+
+    def allocate(self, nbytes: int, purpose: str) -> Allocation:
+        """Allocate; the contents are undefined."""
+
+    def write(self, record: Allocation, data: NDArray[np.uint8], doing: str) -> None:
+        """Overwrite the first bytes, in order; ``data`` may change afterwards."""
+
+    def read(self, record: Allocation, doing: str) -> NDArray[np.uint8]:
+        """Copy the whole, in order. Not to be called under :meth:`exclusive`: it waits."""
+
+    def drain(self, doing: str) -> None:
+        """Wait for everything that was enqueued."""
+
+    def drain_and_release(self, record: Allocation, doing: str) -> None:
+        """Give up one share, after a drain where the memory goes; while capturing both are queued."""
+
+    def release_later(self, record: Allocation) -> None:
+        """Queue a drain and the release; for finalizers."""
+
+
+class _RuntimeMemory:
+    """A runtime's device memory."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        with self._runtime.lock, self._runtime.current():
+            yield
+
+    def refuse_while_capturing(self, doing: str) -> None:
+        with self._runtime.lock, self._runtime.current():
+            self._runtime.refuse_while_capturing(doing)
+
+    def allocate(self, nbytes: int, purpose: str) -> Allocation:
+        return self._runtime.allocate(nbytes, purpose)
+
+    def write(self, record: Allocation, data: NDArray[np.uint8], doing: str) -> None:
+        self._runtime.htod(record.pointer, data, doing)
+
+    def read(self, record: Allocation, doing: str) -> NDArray[np.uint8]:
+        data = np.empty(record.nbytes, np.uint8)
+        self._runtime.dtoh(data, record.pointer, doing)
+        return data
+
+    def drain(self, doing: str) -> None:
+        self._runtime.drain_for_unmap(doing)
+
+    def drain_and_release(self, record: Allocation, doing: str) -> None:
+        self._runtime.drain_and_release([record], doing)
+
+    def release_later(self, record: Allocation) -> None:
+        self._runtime.release_later(record)
+
+
+class HostMemory:
+    """NumPy memory, where everything happens at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._arrays: dict[int, NDArray[np.uint8]] = {}
+
+    def array(self, record: Allocation) -> NDArray[np.uint8]:
+        """Return the record's bytes: uint8 [nbytes], writable. Under :meth:`exclusive`."""
+        return self._arrays[record.pointer]
+
+    def count_owner(self, allocation: Allocation, change: int) -> int:
+        """Change an allocation's owner count; at zero its memory goes."""
+        with self._lock:
+            if allocation.owners < 1:
+                raise RuntimeError(f"{allocation!r} is gone already: it can't be retained or released again")
+            allocation.owners += change
+            if allocation.owners == 0:
+                del self._arrays[allocation.pointer]
+            return allocation.owners
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        with self._lock:
+            yield
+
+    def refuse_while_capturing(self, doing: str) -> None:
+        """There is no capture."""
+
+    def allocate(self, nbytes: int, purpose: str) -> Allocation:
+        array = np.zeros(nbytes, np.uint8)
+        allocation = Allocation(self, array.ctypes.data, nbytes, purpose)
+        with self._lock:
+            self._arrays[allocation.pointer] = array
+        return allocation
+
+    def write(self, record: Allocation, data: NDArray[np.uint8], doing: str) -> None:
+        with self._lock:
+            self.array(record)[: data.size] = data
+
+    def read(self, record: Allocation, doing: str) -> NDArray[np.uint8]:
+        with self._lock:
+            return self.array(record).copy()
+
+    def drain(self, doing: str) -> None:
+        """Nothing is ever pending."""
+
+    def drain_and_release(self, record: Allocation, doing: str) -> None:
+        record.release()
+
+    def release_later(self, record: Allocation) -> None:
+        # One step that takes no lock, because finalizers run anywhere.
+        self._arrays.pop(record.pointer, None)
+
+
+def runtime_memory(runtime: Runtime) -> RecordMemory:
+    """Records in the device memory of a runtime, in the order of its stream and under its lock."""
+    return _RuntimeMemory(runtime)
+
+
+def host_memory() -> HostMemory:
+    """Records in host memory."""
+    return HostMemory()
