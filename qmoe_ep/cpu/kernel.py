@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from qmoe_ep.telemetry import RouteTelemetry
+
 __all__ = ["CpuKernel"]
 
 Signature: TypeAlias = tuple[tuple[tuple[int, ...], Any] | None, ...]
@@ -35,6 +37,11 @@ class CpuKernel:
     """Executes one node; made by :meth:`CpuExecutionProvider.create_kernel`.
 
     Calls of one kernel are serialised by its lock; different kernels run at the same time.
+
+    Attributes
+    ----------
+    node, node_id : what it executes, and the embedder's number for it
+    telemetry : the route telemetry producer, which successful calls are counted by; None without
     """
 
     def __init__(
@@ -49,6 +56,7 @@ class CpuKernel:
         self.node = node
         self.node_id = node_id
         self.weights_layout = weights_layout
+        self.telemetry: RouteTelemetry | None = None
         self._constants = dict(initializers)
         self._calls: OrderedDict[Signature, CallDescription] = OrderedDict()
         self._lock = threading.Lock()
@@ -90,7 +98,10 @@ class CpuKernel:
             output = _checked_output(call, outputs)
             rows = _valid_rows(call, valid_rows)
             if rows:
-                _write_rows(output, self._compute(call, operands, rows))
+                computed, chosen = self._compute(call, operands, rows)
+                _write_rows(output, computed)
+                if self.telemetry is not None:
+                    self.telemetry.add_call(chosen, call.experts.num_experts)
 
     def _describe(self, operands: Sequence[NDArray[Any] | None]) -> CallDescription:
         signature = tuple(None if o is None else (o.shape, o.dtype) for o in operands)
@@ -103,8 +114,10 @@ class CpuKernel:
             self._calls.popitem(last=False)
         return call
 
-    def _compute(self, call: CallDescription, operands: Sequence[Any], rows: int) -> NDArray[np.float32]:
-        """Float32 [rows, H] of the first ``rows`` rows."""
+    def _compute(
+        self, call: CallDescription, operands: Sequence[Any], rows: int
+    ) -> tuple[NDArray[np.float32], NDArray[Any]]:
+        """Of the first ``rows`` rows: the output, float32 [rows, H], and the selected experts, integers [rows, k]."""
         experts = call.experts
         x = operands[0].reshape(call.rows, experts.hidden_size)[:rows].astype(np.float32)
         router_weights = operands[ROUTER_WEIGHTS]
@@ -123,7 +136,7 @@ class CpuKernel:
             output = np.zeros((rows, experts.hidden_size), np.float32)
             for slot in range(call.top_k):
                 output += weights[:, slot, None].astype(np.float32) * contributions[:, slot]
-        return output
+        return output, chosen
 
 
 def _run_expert(call: CallDescription, expert: ExpertWeights, x: NDArray[np.float32]) -> NDArray[np.float32]:
