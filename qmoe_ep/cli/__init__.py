@@ -1,1 +1,1 @@
-"""The command line, one file per command."""
+"""The command line, ``qmoe-ep``: one file per command, imported when the command is used."""

@@ -1,0 +1,146 @@
+"""Where the command line enters: finds the command, and turns every failure into one line and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+import qmoe_ep
+
+__all__ = ["Settings", "debug_option", "json_option", "layout_option", "main", "model_argument"]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+BAD_INPUT, INTERNAL_ERROR, INTERRUPTED = 2, 1, 130
+
+_COMMANDS = {
+    "run": "Run a model on arrays of an .npz file.",
+    "inspect": "List the QMoE nodes of a model.",
+    "quantize": "Turn float MoE nodes into QMoE nodes.",
+    "compile": "Compile a model's GPU kernels ahead of time, without a GPU.",
+    "doctor": "Say what of this machine can be used, and how to get the rest.",
+}
+
+
+@dataclass(slots=True)
+class Settings:
+    """What every command knows: ``debug`` shows tracebacks."""
+
+    debug: bool = False
+
+
+class _LazyGroup(click.Group):
+    """Commands that are imported when used; help of the group imports none."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in _COMMANDS:
+            return None
+        command = importlib.import_module(f"qmoe_ep.cli.{name}").command
+        return command if isinstance(command, click.Command) else None
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+def _set_debug(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        context.ensure_object(Settings).debug = True
+
+
+def debug_option(command: Command) -> Command:
+    """Give a command the option ``--debug``."""
+    return click.option(
+        "--debug", is_flag=True, expose_value=False, callback=_set_debug, help="Show the traceback of an error."
+    )(command)
+
+
+def json_option(command: Command) -> Command:
+    """Give a command the option ``--json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")(command)
+
+
+def layout_option(command: Command) -> Command:
+    """Give a command the option ``--weights-layout``."""
+    return click.option(
+        "--weights-layout",
+        type=click.Choice(["raw", "sm80"]),
+        default=None,
+        help="How packed weights are ordered, whatever the model says in weights_prepacked.",
+    )(command)
+
+
+def model_argument(command: Command) -> Command:
+    """Give a command the argument MODEL."""
+    return click.argument("model", type=click.Path(exists=True, dir_okay=False), metavar="MODEL.onnx")(command)
+
+
+@click.group(cls=_LazyGroup, no_args_is_help=False)
+@click.version_option(qmoe_ep.__version__, prog_name="qmoe-ep")
+@debug_option
+def cli() -> None:
+    """Execute the ONNX operator com.microsoft::QMoE (quantized mixture of experts)."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Parameters
+    ----------
+    arguments : without the program's name; those of the process by default
+
+    Returns
+    -------
+    0 on success, 2 on bad usage or input, 1 on a fault of the package, 130 when interrupted. Whatever isn't
+    success has said so in one line on standard error.
+    """
+    settings = Settings()
+    try:
+        arguments = None if arguments is None else list(arguments)
+        result = cli.main(arguments, prog_name="qmoe-ep", standalone_mode=False, obj=settings)
+        return result if isinstance(result, int) else 0
+    except click.Abort:
+        return _fail(INTERRUPTED, "interrupted")
+    except click.UsageError as error:
+        program = error.ctx.command_path if error.ctx else "qmoe-ep"
+        return _fail(BAD_INPUT, f"{error.format_message()} (see {program} --help)")
+    except click.ClickException as error:
+        return _fail(BAD_INPUT, error.format_message())
+    except BrokenPipeError:
+        # The reader went away; without this the interpreter complains again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if settings.debug:
+            raise
+        return _explain(error)
+
+
+def _explain(error: Exception) -> int:
+    from qmoe_ep.errors import CaptureError, CudaError, NvrtcError, QMoEError
+
+    if isinstance(error, MemoryError):
+        return _fail(BAD_INPUT, f"not enough memory: {error}")
+    if isinstance(error, OSError):
+        place = f"{error.filename}: " if error.filename else ""
+        return _fail(BAD_INPUT, place + (error.strerror or str(error)))
+    if isinstance(error, (QMoEError, CudaError, CaptureError)):
+        return _fail(BAD_INPUT, str(error))
+    if isinstance(error, NvrtcError):
+        # Options and log follow on further lines; --debug shows them.
+        return _fail(BAD_INPUT, str(error).partition("\n")[0])
+    return _fail(INTERNAL_ERROR, f"{type(error).__name__}: {error} (unexpected; --debug shows where)")
+
+
+def _fail(code: int, message: str) -> int:
+    click.echo("qmoe-ep: " + " ".join(message.split()), err=True)
+    return code

@@ -1,0 +1,149 @@
+"""``qmoe-ep run``: a whole model, with QMoE by the package and everything else by the evaluator of onnx."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from qmoe_ep.cli.main import debug_option, json_option, layout_option, model_argument
+
+if TYPE_CHECKING:
+    import onnx
+    from numpy.typing import NDArray
+
+    from qmoe_ep.onnx import LoadedModel
+
+__all__ = ["command"]
+
+
+@click.command("run")
+@model_argument
+@click.argument("inputs", type=click.Path(exists=True, dir_okay=False), metavar="INPUTS.npz")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="OUT.npz", help="Write the outputs.")
+@click.option(
+    "--provider",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where QMoE nodes run; auto takes CUDA if it can be used.",
+)
+@layout_option
+@json_option
+@debug_option
+def command(
+    model: str,
+    inputs: str,
+    output: str | None,
+    provider: str,
+    weights_layout: Literal["raw", "sm80"] | None,
+    as_json: bool,
+) -> None:
+    """Run a model on the arrays of an .npz file, which are named like the graph's inputs.
+
+    bfloat16 arrays are stored as their uint16 bits, in INPUTS.npz and in OUT.npz.
+    """
+    from qmoe_ep import onnx as models
+    from qmoe_ep.cli.output import progress_bar
+    from qmoe_ep.cli.providers import open_provider
+
+    if output is not None and not Path(output).absolute().parent.is_dir():
+        raise click.UsageError(f"-o {output}: its folder doesn't exist.")
+    loaded = models.load_model(model)
+    arrays = _read_inputs(loaded, inputs)
+    provider_context, which = open_provider(provider)
+    with provider_context as chosen, progress_bar(f"running on {chosen.name}"):
+        started = time.perf_counter()
+        results = _evaluate(loaded, arrays, chosen, weights_layout)
+        seconds = time.perf_counter() - started
+    if output is not None:
+        from qmoe_ep.cli.archive import write_archive
+
+        write_archive(output, results)
+    _print(arrays, results, which, seconds, as_json)
+
+
+def _read_inputs(loaded: LoadedModel, path: str) -> dict[str, NDArray[Any]]:
+    """The graph's inputs from an archive, checked by name, type and shape before any is read."""
+    from qmoe_ep.cli.archive import ArrayArchive
+    from qmoe_ep.cli.providers import value_type
+    from qmoe_ep.errors import QMoEError
+
+    archive = ArrayArchive(path)
+    constants = set(loaded.initializer_names)
+    values = {value.name: value for value in loaded.proto.graph.input}
+    wanted = [name for name in values if name not in constants]
+    missing = [name for name in wanted if name not in archive.arrays]
+    unknown = [name for name in archive.arrays if name not in values]
+    if missing or unknown:
+        raise QMoEError(
+            f"{path}: expected the graph's inputs {_names(wanted)}, got {_names(list(archive.arrays))}"
+            f" (missing: {_names(missing)}; unknown: {_names(unknown)}); rename the arrays"
+        )
+    for name, stored in archive.arrays.items():
+        _check_shape(path, values[name], stored.shape)
+    return {name: archive.read(name, value_type(values[name])[0]) for name in archive.arrays}
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def _check_shape(path: str, value: onnx.ValueInfoProto, shape: tuple[int, ...]) -> None:
+    from qmoe_ep.cli.providers import value_type
+    from qmoe_ep.errors import QMoEError
+
+    expected = value_type(value)[1]
+    if expected is None:
+        return
+    fits = len(expected) == len(shape) and all(want in (None, got) for want, got in zip(expected, shape, strict=True))
+    if not fits:
+        words = ", ".join("?" if size is None else str(size) for size in expected)
+        raise QMoEError(f"{path}: array {value.name!r}: expected shape [{words}], got {list(shape)}; reshape it")
+
+
+def _evaluate(
+    loaded: LoadedModel,
+    arrays: Mapping[str, NDArray[Any]],
+    provider: Any,
+    weights_layout: Literal["raw", "sm80"] | None,
+) -> dict[str, NDArray[Any]]:
+    from qmoe_ep import onnx as models
+    from qmoe_ep.errors import CaptureError, CudaError, NvrtcError, QMoEError
+
+    try:
+        return dict(models.run_model(loaded, arrays, provider, weights_layout=weights_layout))
+    except (CaptureError, CudaError, MemoryError, NvrtcError, OSError, QMoEError):
+        raise
+    except Exception as error:
+        # The evaluator of onnx raises whatever an operator of the model makes it raise.
+        raise QMoEError(f"{loaded.path}: the model can't be evaluated: {type(error).__name__}: {error}") from error
+
+
+def _print(
+    arrays: Mapping[str, NDArray[Any]],
+    results: Mapping[str, NDArray[Any]],
+    which: str,
+    seconds: float,
+    as_json: bool,
+) -> None:
+    from qmoe_ep.cli.output import print_json, print_table
+
+    if as_json:
+        shapes = [
+            {name: {"shape": list(a.shape), "dtype": str(a.dtype)} for name, a in group.items()}
+            for group in (arrays, results)
+        ]
+        print_json({"provider": which, "seconds": seconds, "inputs": shapes[0], "outputs": shapes[1]})
+        return
+    rows = [
+        (kind, name, str(list(a.shape)), str(a.dtype))
+        for kind, group in (("input", arrays), ("output", results))
+        for name, a in group.items()
+    ]
+    print_table(("", "name", "shape", "dtype"), rows)
+    click.echo(f"provider: {which}")
+    click.echo(f"time: {1000 * seconds:.1f} ms")
