@@ -162,6 +162,36 @@ def test_any_bit_pattern_of_logits(gpu: CudaExecutionProvider, pattern: int, row
     assert (np.isnan(actual) == np.isnan(problem.expected)).all()
 
 
+@pytest.mark.parametrize("rows", [1, 4, 40])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_sanitizer_subset(gpu: CudaExecutionProvider, dtype: str, rows: int) -> None:
+    """Every kernel of every family once, small enough to run under a memory checker."""
+    for bits, block_size, fusion, odd in ((4, 32, 0, 0), (3, 16, 1, 0), (8, None, 2, 1)):
+        recipe = Recipe(
+            leading=(rows,),
+            hidden=128 + odd,
+            inter=96 + odd,
+            experts=9,
+            k=3,
+            fusion=fusion,
+            bits=(bits,) * 3,
+            block_size=block_size,
+            zero_points=(True, False, True),
+            biases=(True, True, True),
+            dtype=dtype,
+            router_dtype=dtype,
+            logits="special" if bits == 3 else "normal",
+        )
+        problem = build(recipe)
+        kernel = gpu.create_kernel(problem.node, 7, weights_of(problem))
+        kernel.telemetry.arm(RouteTelemetryConfig(9, 3, mode="trace"))
+        operands, output = on_device(gpu, activations_of(problem)), gpu.to_device(problem.poisoned_output())
+        kernel.execute(operands, [output])
+        check(problem, output.numpy(), kernel.plan(operands, [output]).variant)
+        assert kernel.telemetry.snapshot().rows == rows
+        kernel.close()
+
+
 def test_counts_stay_exact_over_a_hundred_thousand_replays(gpu: CudaExecutionProvider) -> None:
     problem = build(Recipe(leading=(2,), dtype="float16", router_dtype="float16", experts=8, k=2))
     kernel = gpu.create_kernel(problem.node, 7, weights_of(problem))
