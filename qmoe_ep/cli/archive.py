@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 import tempfile
 import zipfile
 import zlib
@@ -27,6 +28,7 @@ __all__ = ["ArrayArchive", "StoredArray", "write_archive"]
 
 _LARGEST_DEFLATE_RATIO = 1032
 _READ_BYTES = 1 << 24
+_DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OverflowError, NotImplementedError, RuntimeError)
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -85,7 +87,10 @@ class ArrayArchive:
         try:
             with zipfile.ZipFile(self.path) as archive:
                 yield archive
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        except (*_DAMAGE, ValueError, OSError) as error:
+            # An OSError without a name is a seek to where the damaged archive said.
+            if isinstance(error, QMoEError) or (isinstance(error, OSError) and error.filename):
+                raise
             raise QMoEError(
                 f"{self.path}: expected an .npz archive ({error or 'truncated'}); make it with numpy.savez"
             ) from error
