@@ -177,10 +177,9 @@ def test_emulated(experts: int, k: int, mode: TelemetryMode, ring: int, backward
         model.check(device.record)
         recorded, selected = device.call(logits, valid, backwards=backwards)
         assert recorded == plain
-        expected, _ = (
-            reference_route(logits[: len(selected)], None, top_k=k, normalize=True) if len(selected) else ([], 0)
-        )
-        np.testing.assert_array_equal(selected, np.reshape(expected, (-1, k)))
+        if len(selected):
+            expected, _ = reference_route(logits[: len(selected)], None, top_k=k, normalize=True)
+            np.testing.assert_array_equal(selected, expected)
         record_routes(host, selected, experts)
         model.rows += [tuple(row) for row in selected.tolist()]
         model.check(device.record)
