@@ -74,11 +74,12 @@ def command(
         if node.reason is not None:
             click.echo(f"qmoe-ep: node {node.node.name or node.node_id} is left out: {node.reason}", err=True)
     plans = {arch: _plans(nodes, capabilities, dtype) for arch, capabilities in targets}
-    usages, compiled = [], 0
+    usages: list[_Usage] = []
+    origins: list[str] = []
     for arch, kernels in _compile(plans):
-        compiled += sum(binary.origin == "compiled" for binary, _, _ in kernels)
+        origins += [binary.origin for binary, _, _ in kernels]
         usages += [usage for binary, variant, steps in kernels for usage in _usages(arch, binary, variant, steps)]
-    _print(model, usages, compiled, report, as_json)
+    _print(model, usages, origins, report, as_json)
 
 
 def _plans(nodes: list[ModelNode], capabilities: Capabilities, dtype: str | None) -> list[Plan]:
@@ -143,14 +144,16 @@ def _usages(arch: str, binary: CompiledModule, variant: str, steps: list[Step]) 
         )
 
 
-def _print(model: str, usages: list[_Usage], compiled: int, report: bool, as_json: bool) -> None:
+def _print(model: str, usages: list[_Usage], origins: list[str], report: bool, as_json: bool) -> None:
     from qmoe_ep.cli.output import print_json, print_table
     from qmoe_ep.module_store import ModuleStore
 
     store = ModuleStore.default()
     folder = None if store is None else str(store.folder)
+    compiled = origins.count("compiled")
     if as_json:
-        print_json({"model": model, "cache": folder, "compiled": compiled, "kernels": [asdict(u) for u in usages]})
+        counts = {"modules": len(origins), "compiled": compiled}
+        print_json({"model": model, "cache": folder, **counts, "kernels": [asdict(usage) for usage in usages]})
         return
     if report and usages:
         columns = ("arch", "family", "kernel", "registers", "spills (bytes)", "stack (bytes)", "shared (bytes)")
@@ -159,8 +162,8 @@ def _print(model: str, usages: list[_Usage], compiled: int, report: bool, as_jso
             for u in usages
         ]
         print_table(columns, rows)
-    if not usages:
+    if not origins:
         click.echo(f"{model} has no QMoE node to compile for")
         return
     place = f"in {folder}" if folder else "but not kept: QMOE_EP_CACHE_DISABLE=1"
-    click.echo(f"{len(usages)} kernels ready {place}; {compiled} modules were compiled now")
+    click.echo(f"{len(origins)} modules ready {place}; {compiled} of them compiled now")

@@ -1,0 +1,389 @@
+"""The command line: what each command prints and writes, and one line with exit code 2 for whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from problems import DTYPES, Array, Problem, Recipe, build
+from simulated.plugin import Simulation
+
+from qmoe_ep import driver
+from qmoe_ep.cli.main import main
+from qmoe_ep.errors import QMoEError
+from qmoe_ep.operator import INPUT_NAMES
+
+ROOT = Path(__file__).resolve().parents[1]
+MODELS = Path(__file__).parent / "data" / "models"
+EXAMPLE, EXAMPLE_INPUTS = ROOT / "examples" / "moe_int4.onnx", ROOT / "examples" / "moe_int4.inputs.npz"
+STORED_MODELS = sorted(path.relative_to(MODELS).as_posix() for path in MODELS.rglob("m*.onnx"))
+
+
+class Result:
+    """What a command did."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: object) -> None:
+        capsys.readouterr()
+        self.code = main([str(a) for a in arguments])
+        self.out, self.err = capsys.readouterr()
+
+    def succeeded(self) -> Result:
+        assert (self.code, self.err) == (0, "")
+        return self
+
+    def failed(self, *words: str) -> None:
+        """Assert exit code 2 and one line that has all the words."""
+        assert (self.code, self.out) == (2, "")
+        assert self.err.endswith("\n")
+        assert self.err.startswith("qmoe-ep: ")
+        assert self.err.count("\n") == 1
+        for word in words:
+            assert word in self.err
+
+
+class Shell:
+    """Runs commands."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: object) -> Result:
+        return Result(self._capsys, *arguments)
+
+    def json(self, *arguments: object) -> Any:
+        return json.loads(self(*arguments, "--json").succeeded().out)
+
+
+class NoDriver:
+    """A machine without an NVIDIA driver: the bindings raise."""
+
+    def cuInit(self, flags: int) -> None:
+        raise RuntimeError("libcuda.so.1 is not there")
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shell:
+    monkeypatch.setenv("QMOE_EP_CACHE_DIR", str(tmp_path / "modules"))
+    return Shell(capsys)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    driver.install(NoDriver(), None)
+    yield
+    driver.install(None, None)
+
+
+def model_of(problem: Problem, path: Path) -> Path:
+    """A model of one node whose weights are initializers."""
+    given = {name: a for name, a in zip(INPUT_NAMES, problem.inputs, strict=False) if a is not None}
+    inputs = {name: a for name, a in given.items() if name in ("input", "router_probs", "router_weights")}
+    weights = [numpy_helper.from_array(a, name) for name, a in given.items() if name not in inputs]
+    values = [helper.make_tensor_value_info(name, tensor_type(a), a.shape) for name, a in inputs.items()]
+    output = helper.make_tensor_value_info("output", tensor_type(inputs["input"]), inputs["input"].shape)
+    save([problem.node_proto()], values, [output], weights, path)
+    return path
+
+
+def save(nodes: list[Any], inputs: list[Any], outputs: list[Any], weights: list[Any], path: Path) -> None:
+    graph = helper.make_graph(nodes, "graph", inputs, outputs, weights)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
+
+
+def tensor_type(array: Array) -> int:
+    return int(helper.np_dtype_to_tensor_dtype(array.dtype))
+
+
+def inputs_of(problem: Problem, path: Path) -> Path:
+    """The operands of a call as an archive."""
+    arrays = {INPUT_NAMES[i]: problem.inputs[i] for i in (0, 1) if problem.inputs[i] is not None}
+    np.savez(path, **{n: a.view(np.uint16) if a.dtype == DTYPES["bfloat16"] else a for n, a in arrays.items()})
+    return path
+
+
+def addition(path: Path) -> Path:
+    """A model without a QMoE node: ``z = x + y``."""
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n"]) for name in "xyz"]
+    save([helper.make_node("Add", ["x", "y"], ["z"])], values[:2], values[2:], [], path)
+    return path
+
+
+# --- usage -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [(), ("run",), ("inspect",), ("quantize",), ("compile",), ("doctor",)])
+def test_help(shell: Shell, command: tuple[str, ...]) -> None:
+    assert shell(*command, "--help").succeeded().out.startswith("Usage: qmoe-ep")
+
+
+def test_version(shell: Shell) -> None:
+    assert shell("--version").succeeded().out.startswith("qmoe-ep, version ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ["Missing command"]),
+        (("fly",), ["fly"]),
+        (("run",), ["MODEL.onnx", "qmoe-ep run --help"]),
+        (("run", "nowhere.onnx", "x.npz"), ["nowhere.onnx"]),
+        (("run", EXAMPLE, EXAMPLE_INPUTS, "--provider", "tpu"), ["tpu", "cuda"]),
+        (("run", EXAMPLE, EXAMPLE_INPUTS, "-o", "/nowhere/out.npz"), ["/nowhere/out.npz", "folder"]),
+        (("inspect", EXAMPLE, "--weights-layout", "odd"), ["odd", "sm80"]),
+        (("quantize", EXAMPLE, EXAMPLE), ["another name"]),
+        (("quantize", EXAMPLE, "/nowhere/out.onnx"), ["folder"]),
+        (("quantize", EXAMPLE, "out.onnx", "--bits", "5"), ["5"]),
+        (("compile", EXAMPLE), ["--arch"]),
+        (("compile", EXAMPLE, "--arch", "sm_30"), ["sm_75"]),
+        (("compile", EXAMPLE, "--arch", "avx"), ["avx"]),
+    ],
+)
+def test_bad_usage(shell: Shell, arguments: tuple[object, ...], words: list[str]) -> None:
+    shell(*arguments).failed(*words)
+
+
+def test_debug_shows_the_traceback(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "bad.npz").write_bytes(b"no archive")
+    shell("run", EXAMPLE, tmp_path / "bad.npz").failed("bad.npz")
+    for arguments in (["--debug", "run"], ["run", "--debug"]):
+        with pytest.raises(QMoEError, match=r"bad\.npz"):
+            main([*arguments, str(EXAMPLE), str(tmp_path / "bad.npz")])
+
+
+# --- run ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STORED_MODELS)
+def test_stored_models_match(shell: Shell, tmp_path: Path, name: str) -> None:
+    model = MODELS / name
+    shell("run", model, model.with_suffix(".inputs.npz"), "-o", tmp_path / "out.npz", "--provider", "cpu").succeeded()
+    with np.load(tmp_path / "out.npz") as actual, np.load(model.with_suffix(".expected.npz")) as expected:
+        for output in actual.files:
+            got, want = actual[output].astype(np.float64), expected[output].astype(np.float64)
+            assert got.shape == want.shape
+            error = np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
+            assert error.max() <= (2e-6 if actual[output].dtype == np.float32 else 1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("layout", ["raw", "sm80"])
+def test_run_matches_the_reference(shell: Shell, tmp_path: Path, dtype: str, layout: Any) -> None:
+    kinds = (dtype, dtype, dtype)
+    problem = build(Recipe(dtype=dtype, router_dtype=dtype, scale_dtypes=kinds, layout=layout, explicit_layout=False))
+    model, inputs = model_of(problem, tmp_path / "m.onnx"), inputs_of(problem, tmp_path / "in.npz")
+    arguments = ("run", model, inputs, "-o", tmp_path / "out.npz", "--provider", "cpu", "--weights-layout", layout)
+    shell(*arguments).succeeded()
+    with np.load(tmp_path / "out.npz") as data:
+        output = data["output"]
+    assert output.dtype == (np.uint16 if dtype == "bfloat16" else DTYPES[dtype])
+    problem.check(output.view(DTYPES[dtype]))
+
+
+def test_run_prints_shapes_provider_and_time(shell: Shell, no_gpu: None) -> None:
+    result = shell("run", EXAMPLE, EXAMPLE_INPUTS).succeeded()
+    for word in ("output", "[6, 64]", "float32", "provider: cpu (no CUDA: ", "time: "):
+        assert word in result.out
+    printed = shell.json("run", EXAMPLE, EXAMPLE_INPUTS, "--provider", "cpu")
+    assert printed["provider"] == "cpu"
+    assert printed["seconds"] > 0
+    assert printed["inputs"] == {"x": {"shape": [6, 64], "dtype": "float32"}}
+    assert printed["outputs"] == {"output": {"shape": [6, 64], "dtype": "float32"}}
+
+
+def test_run_without_a_qmoe_node(shell: Shell, tmp_path: Path) -> None:
+    np.savez(tmp_path / "in.npz", x=np.float32([1, 2]), y=np.float32([10, 20]))
+    model = addition(tmp_path / "add.onnx")
+    shell("run", model, tmp_path / "in.npz", "-o", tmp_path / "out.npz", "--provider", "cpu").succeeded()
+    with np.load(tmp_path / "out.npz") as data:
+        np.testing.assert_array_equal(data["z"], np.float32([11, 22]))
+
+
+def test_run_on_cuda_without_a_gpu(shell: Shell, no_gpu: None) -> None:
+    shell("run", EXAMPLE, EXAMPLE_INPUTS, "--provider", "cuda").failed("cuInit", "driver")
+
+
+@pytest.mark.gpu
+def test_run_on_cuda(shell: Shell, tmp_path: Path) -> None:
+    for provider in ("cpu", "cuda"):
+        shell("run", EXAMPLE, EXAMPLE_INPUTS, "-o", tmp_path / f"{provider}.npz", "--provider", provider).succeeded()
+    with np.load(tmp_path / "cpu.npz") as cpu, np.load(tmp_path / "cuda.npz") as cuda:
+        error = np.linalg.norm(cpu["output"] - cuda["output"], axis=-1) / np.linalg.norm(cpu["output"], axis=-1)
+    assert error.max() <= 4e-6
+
+
+BAD_INPUTS: dict[str, tuple[dict[str, Array], list[str]]] = {
+    "none": ({}, ["missing: 'x'"]),
+    "wrong name": ({"X": np.zeros((6, 64), np.float32)}, ["missing: 'x'", "unknown: 'X'"]),
+    "one too many": ({"x": np.zeros((6, 64), np.float32), "y": np.zeros(1)}, ["unknown: 'y'"]),
+    "wrong shape": ({"x": np.zeros((6, 65), np.float32)}, ["'x'", "[?, 64]", "[6, 65]"]),
+    "wrong rank": ({"x": np.zeros(64, np.float32)}, ["'x'", "[?, 64]", "[64]"]),
+    "wrong dtype": ({"x": np.zeros((6, 64))}, ["'x'", "float32", "float64"]),
+    "pickled": ({"x": np.array([None, 1])}, ["'x'", "pickled"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUTS)
+def test_bad_inputs(shell: Shell, tmp_path: Path, case: str) -> None:
+    arrays, words = BAD_INPUTS[case]
+    np.savez(tmp_path / "in.npz", **arrays)
+    shell("run", EXAMPLE, tmp_path / "in.npz", "-o", tmp_path / "out.npz", "--provider", "cpu").failed(*words)
+    assert not (tmp_path / "out.npz").exists()
+
+
+@pytest.mark.parametrize("command", [("run", EXAMPLE_INPUTS), ("inspect",), ("compile", "--arch", "sm_90a")])
+@pytest.mark.parametrize("damage", ["empty", "text", "truncated"])
+def test_bad_models(shell: Shell, tmp_path: Path, command: tuple[object, ...], damage: str) -> None:
+    good = EXAMPLE.read_bytes()
+    path = tmp_path / "bad.onnx"
+    path.write_bytes({"empty": b"", "text": b"not a model\n" * 9, "truncated": good[: len(good) // 2]}[damage])
+    shell(command[0], path, *command[1:]).failed("bad.onnx")
+
+
+def test_declined_nodes_fail_to_run(shell: Shell, tmp_path: Path) -> None:
+    problem = build(Recipe())
+    problem.attributes["use_sparse_mixer"] = 1
+    model, inputs = model_of(problem, tmp_path / "m.onnx"), inputs_of(problem, tmp_path / "in.npz")
+    shell("run", model, inputs, "--provider", "cpu").failed("use_sparse_mixer")
+
+
+def test_what_the_evaluator_refuses_is_bad_input(shell: Shell, tmp_path: Path) -> None:
+    np.savez(tmp_path / "in.npz", x=np.zeros(2, np.float32), y=np.zeros(3, np.float32))
+    shell("run", addition(tmp_path / "add.onnx"), tmp_path / "in.npz", "--provider", "cpu").failed("add.onnx")
+
+
+# --- inspect -----------------------------------------------------------------------------------------
+
+
+def test_inspect(shell: Shell) -> None:
+    (node,) = shell.json("inspect", EXAMPLE)["nodes"]
+    assert node["name"] == "experts"
+    assert (node["experts"], node["hidden_size"], node["inter_size"], node["k"]) == (8, 64, 96, 2)
+    assert (node["bits"], node["block_size"], node["layout"]) == ({"fc1": 4, "fc2": 4}, 32, "raw")
+    # Codes, float32 scales, packed zero points.
+    fc1, fc2 = 192 * (32 + 2 * 4 + 1), 64 * (48 + 3 * 4 + 2)
+    assert node["bytes"] == 8 * (fc1 + fc2)
+    assert node["providers"]["cpu"] == node["providers"]["cuda"] == {"claimed": True, "reason": None}
+    table = shell("inspect", EXAMPLE).succeeded().out
+    for word in ("experts", "swiglu (fusion 1)", "96", "raw", "yes"):
+        assert word in table
+
+
+def test_inspect_says_why_not(shell: Shell, tmp_path: Path) -> None:
+    problem = build(Recipe())
+    problem.attributes["activation_type"] = "[red]"
+    (node,) = shell.json("inspect", model_of(problem, tmp_path / "m.onnx"))["nodes"]
+    assert not node["providers"]["cpu"]["claimed"]
+    assert "activation_type" in node["providers"]["cuda"]["reason"]
+    assert node["bytes"] is None
+    assert "[red]" in shell("inspect", tmp_path / "m.onnx").succeeded().out
+
+
+def test_inspect_checks_operands(shell: Shell, tmp_path: Path) -> None:
+    problem = build(Recipe())
+    problem.inputs[3] = np.zeros((4, 128, 3), np.float32)
+    (node,) = shell.json("inspect", model_of(problem, tmp_path / "m.onnx"))["nodes"]
+    assert "fc1_scales" in node["providers"]["cpu"]["reason"]
+
+
+def test_inspect_without_a_qmoe_node(shell: Shell, tmp_path: Path) -> None:
+    model = addition(tmp_path / "add.onnx")
+    assert "has no QMoE node" in shell("inspect", model).succeeded().out
+    assert shell.json("inspect", model)["nodes"] == []
+
+
+# --- quantize ----------------------------------------------------------------------------------------
+
+
+def float_model(path: Path) -> Path:
+    """A float MoE node: 4 experts of 32 × 64."""
+    random = np.random.default_rng(3)
+    weights = {
+        "fc1": random.standard_normal((4, 64, 32), np.float32) / 6,
+        "fc2": random.standard_normal((4, 32, 64), np.float32) / 8,
+    }
+    node = helper.make_node(
+        "MoE", ["x", "p", "fc1", "", "fc2"], ["y"], name="moe", domain="com.microsoft", k=2, activation_type="silu"
+    )
+    values = [
+        helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", s]) for n, s in (("x", 32), ("p", 4), ("y", 32))
+    ]
+    save([node], values[:2], values[2:], [numpy_helper.from_array(a, n) for n, a in weights.items()], path)
+    return path
+
+
+@pytest.mark.parametrize("options", [(), ("--bits", 8, "--block-size", 0), ("--bits", 2, "--asymmetric")])
+def test_quantize(shell: Shell, tmp_path: Path, options: tuple[object, ...]) -> None:
+    source, target = float_model(tmp_path / "float.onnx"), tmp_path / "out.onnx"
+    assert "1 QMoE nodes" in shell("quantize", source, target, *options).succeeded().out
+    (node,) = shell.json("inspect", target)["nodes"]
+    assert node["providers"]["cpu"]["claimed"]
+    assert node["bits"]["fc1"] == (options[1] if options else 4)
+    assert node["zero_points"] == (["fc1", "fc2"] if "--asymmetric" in options else [])
+    np.savez(tmp_path / "in.npz", x=np.ones((2, 32), np.float32), p=np.eye(2, 4, dtype=np.float32))
+    shell("run", target, tmp_path / "in.npz", "--provider", "cpu").succeeded()
+
+
+def test_quantize_refuses_a_block_size(shell: Shell, tmp_path: Path) -> None:
+    source, target = float_model(tmp_path / "float.onnx"), tmp_path / "out.onnx"
+    shell("quantize", source, target, "--block-size", 24).failed("block_size")
+    assert not target.exists()
+
+
+# --- compile, doctor ---------------------------------------------------------------------------------
+
+
+def test_compile(shell: Shell, simulated: Simulation, tmp_path: Path) -> None:
+    printed = shell.json("compile", EXAMPLE, "--arch", "sm_90a", "--arch", "sm_80")
+    assert printed["compiled"] == printed["modules"] == len(simulated.nvrtc.compilations) > 0
+    said = shell("compile", EXAMPLE, "--arch", "sm_90a").succeeded().out
+    assert f"modules ready in {tmp_path}" in said.replace("\n", " ") or "not kept" in said
+
+
+def test_compile_without_a_qmoe_node(shell: Shell, tmp_path: Path) -> None:
+    said = shell("compile", addition(tmp_path / "add.onnx"), "--arch", "sm_90a").succeeded().out
+    assert "has no QMoE node" in said
+
+
+def test_compile_names_declined_nodes(shell: Shell, simulated: Simulation, tmp_path: Path) -> None:
+    problem = build(Recipe())
+    problem.attributes["use_sparse_mixer"] = 1
+    result = shell("compile", model_of(problem, tmp_path / "m.onnx"), "--arch", "sm_90a")
+    assert (result.code, result.err.count("\n")) == (0, 1)
+    assert "use_sparse_mixer" in result.err
+
+
+def test_compile_reports_real_kernels(shell: Shell, tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    shutil.copy(EXAMPLE, tmp_path / "m.onnx")
+    printed = shell.json("compile", tmp_path / "m.onnx", "--arch", "sm_90a")
+    kernels = printed["kernels"]
+    assert len(kernels) >= printed["modules"] > 0
+    assert all(kernel["registers"] > 0 and kernel["arch"] == "sm_90a" for kernel in kernels)
+    assert len(list((tmp_path / "modules").glob("*.module"))) == printed["modules"]
+    table = shell("compile", tmp_path / "m.onnx", "--arch", "sm_90a", "--report").succeeded().out
+    assert all(word in table for word in ("registers", "spills", "shared", kernels[0]["kernel"]))
+
+
+def test_doctor_without_a_gpu(shell: Shell, no_gpu: None) -> None:
+    findings = {finding["what"]: finding for finding in shell.json("doctor")}
+    assert findings["Python"]["works"]
+    assert not findings["NVIDIA driver"]["works"]
+    assert findings["NVIDIA driver"]["remedy"]
+    assert not findings["GPU"]["works"]
+    assert findings["cache folder"]["works"]
+    assert "The CPU can be used" in shell("doctor").succeeded().out
+
+
+def test_doctor_with_a_gpu(shell: Shell, simulated: Simulation) -> None:
+    findings = {finding["what"]: finding for finding in shell.json("doctor")}
+    assert findings["NVIDIA driver"]["works"]
+    assert findings["GPU 0"]["works"]
+    assert "compute capability 9.0" in findings["GPU 0"]["details"]
+    assert findings["NVRTC"]["details"] == "13.0"
