@@ -39,7 +39,9 @@ class ModelNode:
     reason: str | None
 
     def call(self, rows: int, dtype: np.dtype[Any] | None = None) -> CallDescription:
-        """Describe a call of so many rows; an unknown type of the input is that of FC1's scales.
+        """Describe a call of so many rows as the CUDA provider plans it, with weights converted to the raw layout.
+
+        An unknown type of the input is that of FC1's scales.
 
         Raises
         ------
@@ -51,7 +53,7 @@ class ModelNode:
         routing = self.dtypes.get(ROUTER_WEIGHTS, known) if self.node.has_input(ROUTER_WEIGHTS) else None
         return CallDescription(
             node=self.node,
-            experts=self.experts,
+            experts=_as_raw(self.experts),
             rows=rows,
             top_k=int(self.node.k),
             input_shape=(rows, self.experts.hidden_size),
@@ -59,6 +61,11 @@ class ModelNode:
             router_dtype=self.dtypes.get(1, known),
             router_weights_dtype=routing,
         )
+
+
+def _as_raw(experts: Experts) -> Experts:
+    fc1, fc2 = replace(experts.fc1, layout="raw"), replace(experts.fc2, layout="raw")
+    return replace(experts, fc1=fc1, fc2=fc2, fc3=experts.fc3 and replace(experts.fc3, layout="raw"))
 
 
 def model_nodes(loaded: LoadedModel, weights_layout: Layout | None = None) -> Iterator[ModelNode]:
