@@ -249,7 +249,8 @@ class RouteTelemetry:
 
     def abandon(self) -> None:
         """Disarm and only queue the drain and the release; never fails."""
-        self._state.abandon()
+        with self._memory.lock:
+            self._state.abandon()
 
     # --- windows -----------------------------------------------------------------------------------
 

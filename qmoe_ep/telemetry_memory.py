@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +22,12 @@ __all__ = ["HostMemory", "RecordMemory", "host_memory", "runtime_memory"]
 class RecordMemory(Protocol):
     """Memory in the order of one stream of work."""
 
+    @property
+    def lock(self) -> contextlib.AbstractContextManager[Any]:
+        """Keeps calls of kernels, and other threads' changes, out; re-entrant."""
+
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
-        """Keep calls of kernels, and other threads' changes, out; re-entrant."""
+        """Hold the lock, ready to enqueue."""
 
     def refuse_while_capturing(self, doing: str) -> None:
         """Raise CaptureError if the stream is capturing."""
@@ -51,6 +56,10 @@ class _RuntimeMemory:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+
+    @property
+    def lock(self) -> contextlib.AbstractContextManager[Any]:
+        return self._runtime.lock
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -87,11 +96,16 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._arrays: dict[int, NDArray[np.uint8]] = {}
+        self._arrays: weakref.WeakKeyDictionary[Allocation, NDArray[np.uint8]] = weakref.WeakKeyDictionary()
+
+    @property
+    def lock(self) -> contextlib.AbstractContextManager[Any]:
+        """Held by a call while it counts."""
+        return self._lock
 
     def array(self, record: Allocation) -> NDArray[np.uint8]:
         """Return the record's bytes: uint8 [nbytes], writable. Under :meth:`exclusive`."""
-        return self._arrays[record.pointer]
+        return self._arrays[record]
 
     def count_owner(self, allocation: Allocation, change: int) -> int:
         """Change an allocation's owner count; at zero its memory goes."""
@@ -100,7 +114,7 @@ class HostMemory:
                 raise RuntimeError(f"{allocation!r} is gone already: it can't be retained or released again")
             allocation.owners += change
             if allocation.owners == 0:
-                del self._arrays[allocation.pointer]
+                del self._arrays[allocation]
             return allocation.owners
 
     @contextlib.contextmanager
@@ -115,7 +129,7 @@ class HostMemory:
         array = np.zeros(nbytes, np.uint8)
         allocation = Allocation(self, array.ctypes.data, nbytes, purpose)
         with self._lock:
-            self._arrays[allocation.pointer] = array
+            self._arrays[allocation] = array
         return allocation
 
     def write(self, record: Allocation, data: NDArray[np.uint8], doing: str) -> None:
@@ -133,8 +147,7 @@ class HostMemory:
         record.release()
 
     def release_later(self, record: Allocation) -> None:
-        # One step that takes no lock, because finalizers run anywhere.
-        self._arrays.pop(record.pointer, None)
+        """The memory goes with the last reference to the record."""
 
 
 def runtime_memory(runtime: Runtime) -> RecordMemory:

@@ -351,7 +351,6 @@ def test_failures_keep_what_was_armed(gpu: CudaExecutionProvider, simulated: Sim
     node = Node(gpu, build(Recipe(leading=(5,))))
     node.telemetry.arm(COUNTS)
     node.call()
-    record = node.telemetry.record
     calls_before = len(simulated.log)
     node.telemetry.arm(COUNTS)
     calls = len(simulated.log) - calls_before

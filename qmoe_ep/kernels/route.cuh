@@ -201,7 +201,6 @@ __device__ __forceinline__ void route_rows(const RouteArguments& a) {
         }
         select_experts(logits, a.experts, a.top_k, lane, selected);
         if (record) {
-            __syncwarp();
             record_row(record, row, valid, selected, lane, 32);
         }
         weigh_experts<Logit, Weight, normalize>(logits, given, a.experts, a.top_k, lane, selected, weights);

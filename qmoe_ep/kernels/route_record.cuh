@@ -3,7 +3,7 @@
 // A call opens the record, marks each of its rows once, and finishes:
 //
 //     RouteRecord* record = open_record(arguments.telemetry, experts, top_k);    // null: nothing to record
-//     if (record) { __syncwarp(); record_row(record, row, rows, selected, lane, 32); }
+//     if (record) { record_row(record, row, rows, selected, lane, 32); }
 //     if (record) { __syncthreads(); if (threadIdx.x == 0) finish_record(record, rows, gridDim.x); }
 //
 // `rows` is the number of valid rows of the call, the same in all its threads. Whoever finishes last advances the
@@ -60,7 +60,8 @@ __device__ __forceinline__ RouteRecord* open_record(void* telemetry, int experts
     return wanted ? record : nullptr;
 }
 
-// Mark one row by `lanes` threads (1 to 32, this one is `lane`), which all may read selected[0 … routes_per_row).
+// Mark one row by `lanes` threads, of which this one is `lane`: it reads selected[lane], selected[lane + lanes], …, with
+// 32 lanes exactly what it wrote itself in select_experts.
 __device__ __forceinline__ void record_row(RouteRecord* record, long long row, long long rows, const int* selected,
                                            int lane, int lanes) {
     const int top_k = record->routes_per_row;
