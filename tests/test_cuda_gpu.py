@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from qmoe_ep.telemetry import RouteTelemetryConfig
 
 pytestmark = pytest.mark.gpu
 
+MODELS = Path(__file__).parent / "data" / "models"
 ROWS = (1, 2, 5, 33, 130)
 ROUNDED = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
 
@@ -239,3 +241,16 @@ def test_torch_and_cupy_tensors_and_captures() -> None:
         problem.check_closely(gpu.view(output.data_ptr(), tuple(output.shape), problem.inputs[0].dtype, output).numpy())
         del graph, x, router, output
         gc.collect()
+
+
+@pytest.mark.parametrize("name", sorted(path.name.removesuffix(".inputs.npz") for path in MODELS.rglob("*.inputs.npz")))
+def test_models(gpu: CudaExecutionProvider, name: str) -> None:
+    """Whole model files, external data and the SM80 layout included."""
+    folder = next(MODELS.rglob(f"{name}.onnx")).parent
+    inputs = dict(np.load(folder / f"{name}.inputs.npz"))
+    expected = dict(np.load(folder / f"{name}.expected.npz"))
+    results = qmoe_ep.onnx.run_model(qmoe_ep.onnx.load_model(folder / f"{name}.onnx"), inputs, gpu)
+    for key, value in results.items():
+        want = expected[key].astype(np.float64)
+        error = np.linalg.norm(value.astype(np.float64) - want) / np.linalg.norm(want)
+        assert error <= {"float32": 2e-6, "float16": 1e-3}[value.dtype.name]
