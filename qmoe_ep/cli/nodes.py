@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qmoe_ep.call import FLOAT_DTYPES, CallDescription, Experts, OperandType, describe_experts
-from qmoe_ep.cli.providers import float_types, value_type
 from qmoe_ep.errors import QMoEError
 from qmoe_ep.operator import ROUTER_WEIGHTS, Layout, QMoENode, unsupported_reason
 
 if TYPE_CHECKING:
-    from qmoe_ep.onnx import LoadedModel
+    import onnx
+
+    from qmoe_ep.onnx import LoadedModel, QMoENodeEntry
 
 __all__ = ["ModelNode", "model_nodes"]
 
@@ -25,15 +26,13 @@ class ModelNode:
 
     Attributes
     ----------
-    node_id : its position among the nodes of the graph
-    operands : types of the operands that hold weights, by input index
+    node_id : its number among the QMoE nodes of the model
     dtypes : of input, router_probs and router_weights, by input index, as far as the graph tells
     experts : None where ``reason`` says why there is no description
     """
 
     node_id: int
     node: QMoENode
-    operands: dict[int, OperandType]
     dtypes: dict[int, np.dtype[Any]]
     experts: Experts | None
     reason: str | None
@@ -70,40 +69,53 @@ def _as_raw(experts: Experts) -> Experts:
 
 def model_nodes(loaded: LoadedModel, weights_layout: Layout | None = None) -> Iterator[ModelNode]:
     """Describe each QMoE node of a model; weights stay on the disk."""
-    types = float_types(loaded.proto.graph)
-    values = {value.name: value for value in (*loaded.proto.graph.input, *loaded.proto.graph.value_info)}
+    types = _value_types(loaded.proto.graph)
     for entry in loaded.qmoe_nodes():
-        node = QMoENode.from_onnx(entry.proto)
         dtypes = {
-            index: types[name]
+            index: types[name].dtype
             for index, name in enumerate(entry.proto.input)
-            if index in (0, 1, ROUTER_WEIGHTS) and types.get(name) in FLOAT_DTYPES
+            if index in (0, 1, ROUTER_WEIGHTS) and name in types and types[name].dtype in FLOAT_DTYPES
         }
-        plain = ModelNode(entry.node_id, node, {}, dtypes, None, None)
-        if (reason := unsupported_reason(node, weights_layout)) is not None:
+        plain = ModelNode(entry.node_id, entry.node, dtypes, None, None)
+        if (reason := unsupported_reason(entry.node, weights_layout)) is not None:
             yield replace(plain, reason=reason)
             continue
         try:
-            operands = _operand_types(loaded, entry.proto.input, values)
-            experts = describe_experts(node, operands, weights_layout=weights_layout)
+            operands = _operand_types(loaded, entry, types)
+            experts = describe_experts(entry.node, operands, weights_layout=weights_layout)
         except QMoEError as error:
             yield replace(plain, reason=str(error))
         else:
-            yield replace(plain, operands=operands, experts=experts)
+            yield replace(plain, experts=experts)
 
 
-def _operand_types(loaded: LoadedModel, names: Any, values: dict[str, Any]) -> dict[int, OperandType]:
-    """Types of the operands that hold weights: of initializers, or of inputs with a fixed shape."""
-    constants, operands = set(loaded.initializer_names), {}
-    for index, name in enumerate(names):
+def _value_types(graph: onnx.GraphProto) -> dict[str, OperandType]:
+    """Types that a graph tells, by name; dimensions that aren't fixed are -1."""
+    from onnx.helper import tensor_dtype_to_np_dtype
+
+    types: dict[str, OperandType] = {}
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        tensor = value.type.tensor_type
+        try:
+            dtype = np.dtype(tensor_dtype_to_np_dtype(tensor.elem_type))
+        except (KeyError, TypeError, ValueError):
+            continue
+        dims = (d.dim_value if d.HasField("dim_value") else -1 for d in tensor.shape.dim)
+        types[value.name] = OperandType(tuple(dims), dtype)
+    return types
+
+
+def _operand_types(loaded: LoadedModel, entry: QMoENodeEntry, types: dict[str, OperandType]) -> dict[int, OperandType]:
+    """Types of the operands that hold weights: of initializers, or of values with a fixed shape."""
+    operands: dict[int, OperandType] = {}
+    for index, name in enumerate(entry.proto.input):
         if index < 2 or index == ROUTER_WEIGHTS or not name:
             continue
-        if name in constants:
-            array = loaded.tensor(name)
-            operands[index] = OperandType(tuple(array.shape), array.dtype)
-            continue
-        dtype, shape = value_type(values[name]) if name in values else (np.dtype(object), None)
-        if shape is None or None in shape:
+        if index in entry.constants:
+            array = loaded.read(entry.constants[index])
+            operands[index] = OperandType(array.shape, array.dtype)
+        elif name in types and -1 not in types[name].shape:
+            operands[index] = types[name]
+        else:
             raise QMoEError(f"{name!r} is computed by the graph, so its shape is known only at a call")
-        operands[index] = OperandType(tuple(size or 0 for size in shape), dtype)
     return operands

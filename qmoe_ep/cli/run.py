@@ -12,7 +12,6 @@ import click
 from qmoe_ep.cli.main import debug_option, json_option, layout_option, model_argument
 
 if TYPE_CHECKING:
-    import onnx
     from numpy.typing import NDArray
 
     from qmoe_ep.onnx import LoadedModel
@@ -68,41 +67,41 @@ def command(
 
 def _read_inputs(loaded: LoadedModel, path: str) -> dict[str, NDArray[Any]]:
     """The graph's inputs from an archive, checked by name, type and shape before any is read."""
+    from qmoe_ep import onnx as models
     from qmoe_ep.cli.archive import ArrayArchive
-    from qmoe_ep.cli.providers import value_type
     from qmoe_ep.errors import QMoEError
 
     archive = ArrayArchive(path)
-    constants = set(loaded.initializer_names)
-    values = {value.name: value for value in loaded.proto.graph.input}
-    wanted = [name for name in values if name not in constants]
+    wanted = {name: (dtype, dims) for name, dtype, dims in models.graph_inputs(loaded)}
     missing = [name for name in wanted if name not in archive.arrays]
-    unknown = [name for name in archive.arrays if name not in values]
+    unknown = [name for name in archive.arrays if name not in wanted]
     if missing or unknown:
         raise QMoEError(
-            f"{path}: expected the graph's inputs {_names(wanted)}, got {_names(list(archive.arrays))}"
+            f"{path}: expected the graph's inputs {_names(list(wanted))}, got {_names(list(archive.arrays))}"
             f" (missing: {_names(missing)}; unknown: {_names(unknown)}); rename the arrays"
         )
-    for name, stored in archive.arrays.items():
-        _check_shape(path, values[name], stored.shape)
-    return {name: archive.read(name, value_type(values[name])[0]) for name in archive.arrays}
+    for name, (dtype, dims) in wanted.items():
+        if dtype is None:
+            raise QMoEError(f"{loaded.path}: input {name!r} is not a tensor of numbers; only those are supported")
+        _check_shape(f"{path}: array {name!r}", dims, archive.arrays[name].shape)
+    return {name: archive.read(name, dtype) for name, (dtype, _) in wanted.items()}
 
 
 def _names(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names)) or "none"
 
 
-def _check_shape(path: str, value: onnx.ValueInfoProto, shape: tuple[int, ...]) -> None:
-    from qmoe_ep.cli.providers import value_type
+def _check_shape(where: str, expected: Sequence[int | str | None] | None, shape: tuple[int, ...]) -> None:
     from qmoe_ep.errors import QMoEError
 
-    expected = value_type(value)[1]
     if expected is None:
         return
-    fits = len(expected) == len(shape) and all(want in (None, got) for want, got in zip(expected, shape, strict=True))
+    fits = len(expected) == len(shape) and all(
+        not isinstance(want, int) or want == got for want, got in zip(expected, shape, strict=True)
+    )
     if not fits:
         words = ", ".join("?" if size is None else str(size) for size in expected)
-        raise QMoEError(f"{path}: array {value.name!r}: expected shape [{words}], got {list(shape)}; reshape it")
+        raise QMoEError(f"{where}: expected shape [{words}], got {list(shape)}; reshape it")
 
 
 def _evaluate(
