@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -255,6 +255,38 @@ def test_exporters_and_calls_of_other_threads(node: Node) -> None:
         assert int(snapshot.counts.sum()) == snapshot.routes == 2 * snapshot.rows
 
 
+def test_arming_and_reading_from_many_threads(node: Node) -> None:
+    provider, failures = node.provider, list[BaseException]()
+    with provider.executor_scope(1, 1):
+        shared = Node(provider, node.problem, 3)
+
+    def repeat(action: Callable[[], object]) -> None:
+        try:
+            for _ in range(25):
+                action()
+        except BaseException as failure:
+            failures.append(failure)
+
+    actions: list[Callable[[], object]] = [
+        lambda: shared.telemetry.arm(COUNTS),
+        lambda: shared.telemetry.arm(TRACE),
+        shared.telemetry.snapshot,
+        shared.telemetry.disarm,
+        shared.telemetry.reset_boundary,
+        shared.call,
+        provider.telemetry.clear,
+    ]
+    threads = [threading.Thread(target=repeat, args=(action,)) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    shared.telemetry.arm(COUNTS)
+    shared.call()
+    assert shared.snapshot().rows == 5
+
+
 # --- executors -------------------------------------------------------------------------------------
 
 
@@ -345,6 +377,29 @@ def test_replays_count_and_follow_pause(gpu: CudaExecutionProvider) -> None:
     capture.graph.replay()
     gpu.synchronize()
     capture.graph.close()
+
+
+def test_the_device_counts_by_itself(gpu: CudaExecutionProvider) -> None:
+    node = Node(gpu, build(Recipe(leading=(5,))))
+    node.telemetry.add_call(np.zeros((1, 2), int), 4)
+    node.telemetry.arm(COUNTS)
+    with pytest.raises(QMoEError, match="on a device"):
+        node.telemetry.add_call(np.zeros((1, 2), int), 4)
+
+
+def test_removing_under_capture_waits_for_its_end(gpu: CudaExecutionProvider) -> None:
+    for fenced in (False, True):
+        with gpu.executor_scope(int(fenced), 1):
+            node = Node(gpu, build(Recipe(leading=(5,))))
+        node.telemetry.arm(COUNTS)
+        node.call()
+        with gpu.capture() as capture:
+            node.call()
+            assert gpu.telemetry.remove(int(fenced), fenced) == 1
+        capture.graph.replay()
+        gpu.synchronize()
+        capture.graph.close()
+        assert node.telemetry.snapshot() is None
 
 
 def test_failures_keep_what_was_armed(gpu: CudaExecutionProvider, simulated: Simulation) -> None:
