@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import onnx
 import pytest
@@ -16,7 +18,7 @@ from simulated.plugin import Simulation
 
 from qmoe_ep import driver
 from qmoe_ep.cli.main import main
-from qmoe_ep.errors import QMoEError
+from qmoe_ep.errors import CaptureError, NvrtcError, QMoEError
 from qmoe_ep.operator import INPUT_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -161,6 +163,30 @@ def test_debug_shows_the_traceback(shell: Shell, tmp_path: Path) -> None:
             main([*arguments, str(EXAMPLE), str(tmp_path / "bad.npz")])
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (click.Abort(), 130, "interrupted"),
+        (click.ClickException("so it is"), 2, "so it is"),
+        (MemoryError("9 bytes"), 2, "not enough memory: 9 bytes"),
+        (PermissionError(13, "Permission denied", "secret"), 2, "secret: Permission denied"),
+        (CaptureError("two\nlines"), 2, "two lines"),
+        (NvrtcError("it doesn't compile", "a long log", ("-x",)), 2, "it doesn't compile\n"),
+        (ZeroDivisionError("division"), 1, "ZeroDivisionError: division (unexpected; --debug shows where)"),
+    ],
+)
+def test_errors_are_one_line(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, words: str
+) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr("qmoe_ep.cli.doctor.examine", fail)
+    result = shell("doctor")
+    assert (result.code, result.out, result.err.count("\n")) == (code, "", 1)
+    assert words in result.err
+
+
 # --- run ---------------------------------------------------------------------------------------------
 
 
@@ -213,6 +239,11 @@ def test_run_on_cuda_without_a_gpu(shell: Shell, no_gpu: None) -> None:
     shell("run", EXAMPLE, EXAMPLE_INPUTS, "--provider", "cuda").failed("cuInit", "driver")
 
 
+def test_run_on_the_simulated_gpu(shell: Shell, simulated: Simulation) -> None:
+    for provider in ("auto", "cuda"):
+        assert shell.json("run", EXAMPLE, EXAMPLE_INPUTS, "--provider", provider)["provider"].startswith("cuda (")
+
+
 @pytest.mark.gpu
 def test_run_on_cuda(shell: Shell, tmp_path: Path) -> None:
     for provider in ("cpu", "cuda"):
@@ -226,8 +257,8 @@ BAD_INPUTS: dict[str, tuple[dict[str, Array], list[str]]] = {
     "none": ({}, ["missing: 'x'"]),
     "wrong name": ({"X": np.zeros((6, 64), np.float32)}, ["missing: 'x'", "unknown: 'X'"]),
     "one too many": ({"x": np.zeros((6, 64), np.float32), "y": np.zeros(1)}, ["unknown: 'y'"]),
-    "wrong shape": ({"x": np.zeros((6, 65), np.float32)}, ["'x'", "[?, 64]", "[6, 65]"]),
-    "wrong rank": ({"x": np.zeros(64, np.float32)}, ["'x'", "[?, 64]", "[64]"]),
+    "wrong shape": ({"x": np.zeros((6, 65), np.float32)}, ["'x'", "[rows, 64]", "[6, 65]"]),
+    "wrong rank": ({"x": np.zeros(64, np.float32)}, ["'x'", "[rows, 64]", "[64]"]),
     "wrong dtype": ({"x": np.zeros((6, 64))}, ["'x'", "float32", "float64"]),
     "pickled": ({"x": np.array([None, 1])}, ["'x'", "pickled"]),
 }
@@ -294,6 +325,25 @@ def test_inspect_checks_operands(shell: Shell, tmp_path: Path) -> None:
     problem.inputs[3] = np.zeros((4, 128, 3), np.float32)
     (node,) = shell.json("inspect", model_of(problem, tmp_path / "m.onnx"))["nodes"]
     assert "fc1_scales" in node["providers"]["cpu"]["reason"]
+
+
+def weights_as_inputs(problem: Problem, path: Path, dims: str | None = None) -> Path:
+    """A model whose weights are inputs; `dims` leaves the dimensions open."""
+    given = [(name, a) for name, a in zip(INPUT_NAMES, problem.inputs, strict=False) if a is not None]
+    values = [
+        helper.make_tensor_value_info(n, tensor_type(a), a.shape if dims is None else [dims] * a.ndim) for n, a in given
+    ]
+    save([problem.node_proto()], values, [helper.make_tensor_value_info("output", 1, None)], [], path)
+    return path
+
+
+def test_inspect_weights_that_are_inputs(shell: Shell, tmp_path: Path) -> None:
+    problem = build(Recipe(activation="swiglu", fusion=0, bits=(4, 8, 2)))
+    (node,) = shell.json("inspect", weights_as_inputs(problem, tmp_path / "m.onnx"))["nodes"]
+    assert node["bits"] == {"fc1": 4, "fc2": 8, "fc3": 2}
+    assert "4/8/2" in shell("inspect", tmp_path / "m.onnx").succeeded().out
+    (node,) = shell.json("inspect", weights_as_inputs(problem, tmp_path / "m.onnx", "n"))["nodes"]
+    assert "known only at a call" in node["providers"]["cpu"]["reason"]
 
 
 def test_inspect_without_a_qmoe_node(shell: Shell, tmp_path: Path) -> None:
@@ -391,3 +441,28 @@ def test_doctor_with_a_gpu(shell: Shell, simulated: Simulation) -> None:
     assert findings["GPU 0"]["works"]
     assert "compute capability 9.0" in findings["GPU 0"]["details"]
     assert findings["NVRTC"]["details"] == "13.0"
+    assert "CPU and CUDA can be used" in shell("doctor").succeeded().out
+
+
+def test_doctor_finds_each_thing_missing(
+    shell: Shell, simulated: Simulation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("qmoe_ep.includes.find_cuda_headers", lambda: None)
+    monkeypatch.setattr(metadata, "version", missing)
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("QMOE_EP_CACHE_DIR", str(tmp_path / "file" / "modules"))
+    monkeypatch.delenv("QMOE_EP_CACHE_DISABLE", raising=False)
+    simulated.fail("nvrtcVersion")
+    simulated.fail("cuDeviceGetName")
+    findings = {finding["what"]: finding for finding in shell.json("doctor")}
+    for what in ("numpy", "GPU 0", "CUDA headers", "cache folder"):
+        assert not findings[what]["works"], what
+    simulated.heal()
+    monkeypatch.setenv("QMOE_EP_CACHE_DISABLE", "1")
+    simulated.attributes["COMPUTE_CAPABILITY_MAJOR"] = 6
+    findings = {finding["what"]: finding for finding in shell.json("doctor")}
+    assert "7.5" in findings["GPU 0"]["remedy"]
+    assert "switched off" in findings["cache folder"]["details"]

@@ -125,7 +125,7 @@ def _compile(plans: dict[str, list[Plan]]) -> Iterator[tuple[str, list[tuple[Com
             for first in range(0, len(sources), workers):
                 binaries += compile_modules(sources[first : first + workers], arch, workers)
                 done = done + len(sources[first : first + workers])
-                update(done, total)
+                update(done, total, arch)
             yield arch, [(binary, *modules[source]) for binary, source in zip(binaries, sources, strict=True)]
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -115,10 +113,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(BAD_INPUT, f"{error.format_message()} (see {program} --help)")
     except click.ClickException as error:
         return _fail(BAD_INPUT, error.format_message())
-    except BrokenPipeError:
-        # The reader went away; without this the interpreter complains again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except Exception as error:
         if settings.debug:
             raise

@@ -10,8 +10,10 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
 __all__ = ["bytes_text", "print_json", "print_table", "progress_bar"]
 
@@ -34,19 +36,19 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
         table.add_column(column, overflow="fold")
     for row in rows:
         # Names come from files; they are text, not markup.
-        table.add_row(*(cell.replace("[", r"\[") for cell in row))
+        table.add_row(*map(Text, row))
     console.print(table)
 
 
 @contextlib.contextmanager
-def progress_bar(doing: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on standard error, where that is a terminal; yields ``update(done, total)``."""
+def progress_bar(doing: str) -> Iterator[Callable[[int, int, str], None]]:
+    """Show a bar on standard error, where that is a terminal; yields ``update(done, total, what)``."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(doing, total=None)
 
-        def update(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
+        def update(done: int, total: int, what: str) -> None:
+            progress.update(task, completed=done, total=total, description=f"{doing} {escape(what)}")
 
         yield update
 

@@ -37,12 +37,8 @@ def command(source: str, target: str, bits: str, block_size: int, symmetric: boo
     if Path(target).exists() and os.path.samefile(source, target):
         raise click.UsageError("OUT.onnx is FLOAT.onnx; give another name.")
     with progress_bar("quantizing") as update:
-        models.quantize_model(
+        nodes = models.quantize_model(
             source, target, bits=int(bits), block_size=block_size, symmetric=symmetric, progress=update
         )
-    nodes = len(list(models.load_model(target).qmoe_nodes()))
-    click.echo(f"{target}: {nodes} QMoE nodes, {bits} bits, {bytes_text(_bytes(target))} without external data")
-
-
-def _bytes(path: str) -> int:
-    return Path(path).stat().st_size
+    size = bytes_text(Path(target).stat().st_size)
+    click.echo(f"{target}: {len(nodes)} QMoE nodes of {bits} bits; {size} without external data")
