@@ -1,8 +1,8 @@
 """The prefill kernel family: grouped products on Hopper's tensor cores (compute capability 9.0) for many rows.
 
 Device code: ``prefill_gather.cuh`` (input vectors by expert), ``prefill.cuh`` (FC1 with activation, FC2) on
-``prefill_fragments.cuh`` (codes to tensor-core operands), ``prefill_wgmma.cuh`` and ``prefill_pipeline.cuh``; routing,
-grouping and the combination are those of the portable family.
+``prefill_multiply.cuh`` (the inner loop), ``prefill_fragments.cuh`` (codes to tensor-core operands),
+``prefill_group.cuh`` (routes sorted by expert) and ``prefill_combine.cuh``; routing is that of all families.
 
 Numbers: codes minus zero points are exact in half precision. With blocks they are multiplied by the scale in half
 precision, which rounds the scale (unless it has the input's type) and the weight once each; row-wise scales multiply
@@ -16,7 +16,6 @@ is noticed those are two empty launches. bfloat16 has the range of float32 and n
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,15 @@ from qmoe_ep.call import packed_bytes
 from qmoe_ep.kernels import portable
 from qmoe_ep.kernels.plan import AddressSource, ModuleSource, Plan, Step
 from qmoe_ep.kernels.portable import GateScalars, format_type, guaranteed_load_bytes
-from qmoe_ep.kernels.route import group_scratch, group_steps, largest_tile_count, route_scratch, route_step
+from qmoe_ep.kernels.prefill_abi import (
+    CombineArguments,
+    DownArguments,
+    GateUpArguments,
+    GatherArguments,
+    RowsApart,
+    SortArguments,
+)
+from qmoe_ep.kernels.route import MAX_GRID_X, group_scratch, group_steps, largest_tile_count, route_scratch, route_step
 from qmoe_ep.kernels.translation_unit import Entry, device_type, dtype_tag, module_name, translation_unit
 from qmoe_ep.operator import MATRIX_INPUTS
 
@@ -37,98 +44,17 @@ if TYPE_CHECKING:
     from qmoe_ep.call import CallDescription, ExpertMatrix
     from qmoe_ep.capabilities import Capabilities
 
-__all__ = ["DownArguments", "GateUpArguments", "GatherArguments", "plan", "unserved_reason"]
+__all__ = ["plan", "unserved_reason"]
 
 VERSION = 1
 _TILE_TOKENS, _TILE_ROWS, _STEP_INNER, _LANE_CODES = 128, 256, 128, 32
 _THREADS, _GATHER_THREADS, _GATHER_ROUTES = 512, 256, 8
-_SLOTS = 6
-# Slots of the ring, two barriers each, and room to align them to 1024 bytes.
-_SHARED_BYTES = _SLOTS * (_TILE_TOKENS * _STEP_INNER * 2 + 16) + 1024
+# kSharedBytes of the device code, and room to align it.
+_SHARED_BYTES = (224 + 1) << 10
 _STATIC_SHARED_BYTES = 1024
+_SORT_THREADS, _MAX_CHUNKS, _MAX_SORTED_EXPERTS, _COMBINE_THREADS = 512, 64, 2048, 256
 _MAX_INT = 2**31 - 1
 _HALVES = (np.dtype(np.float16), np.dtype(bfloat16))
-_POINTER = ctypes.c_void_p
-
-
-class GatherArguments(ctypes.Structure):
-    """``qmoe::prefill::GatherArguments``."""
-
-    _fields_ = (
-        ("input", _POINTER),
-        ("grouped_routes", _POINTER),
-        ("tiles", _POINTER),
-        ("tile_count", _POINTER),
-        ("workspace", _POINTER),
-        ("route_state", _POINTER),
-        ("exact_tiles", _POINTER),
-        ("exact_tile_count", _POINTER),
-        ("image_rows", ctypes.c_longlong),
-        ("tokens_offset", ctypes.c_longlong),
-        ("top_k", ctypes.c_int),
-        ("hidden", ctypes.c_int),
-        ("exact_split", ctypes.c_int),
-    )
-
-
-class RowsApart(ctypes.Structure):
-    """``qmoe::prefill::RowsApart``."""
-
-    _fields_ = (
-        ("codes", ctypes.c_longlong),
-        ("scales", ctypes.c_longlong),
-        ("zero_points", ctypes.c_longlong),
-    )
-
-
-class GateUpArguments(ctypes.Structure):
-    """``qmoe::prefill::GateUpArguments``."""
-
-    _fields_ = (
-        ("fc1_weights", _POINTER),
-        ("fc1_scales", _POINTER),
-        ("fc1_bias", _POINTER),
-        ("fc1_zero_points", _POINTER),
-        ("fc3_weights", _POINTER),
-        ("fc3_scales", _POINTER),
-        ("fc3_bias", _POINTER),
-        ("fc3_zero_points", _POINTER),
-        ("tiles", _POINTER),
-        ("tile_count", _POINTER),
-        ("workspace", _POINTER),
-        ("route_state", _POINTER),
-        ("exact_tile_count", _POINTER),
-        ("image_rows", ctypes.c_longlong),
-        ("tokens_offset", ctypes.c_longlong),
-        ("apart", RowsApart),
-        ("hidden", ctypes.c_int),
-        ("inter", ctypes.c_int),
-        ("exact_split", ctypes.c_int),
-        ("scalars", GateScalars),
-    )
-
-
-class DownArguments(ctypes.Structure):
-    """``qmoe::prefill::DownArguments``."""
-
-    _fields_ = (
-        ("fc2_weights", _POINTER),
-        ("fc2_scales", _POINTER),
-        ("fc2_bias", _POINTER),
-        ("fc2_zero_points", _POINTER),
-        ("grouped_routes", _POINTER),
-        ("tiles", _POINTER),
-        ("tile_count", _POINTER),
-        ("workspace", _POINTER),
-        ("route_state", _POINTER),
-        ("exact_tile_count", _POINTER),
-        ("contributions", _POINTER),
-        ("image_rows", ctypes.c_longlong),
-        ("apart", RowsApart),
-        ("hidden", ctypes.c_int),
-        ("inter", ctypes.c_int),
-        ("exact_split", ctypes.c_int),
-    )
 
 
 def unserved_reason(call: CallDescription, capabilities: Capabilities) -> str | None:
@@ -170,12 +96,12 @@ def plan(
     tokens = f"{call.routes / call.experts.num_experts:.3g} tokens per expert"
     steps = (
         route_step(call),
-        *group_steps(call, _TILE_TOKENS),
+        *_sort_steps(call),
         _gather_step(call, capabilities, known, pieces),
         _gate_up_step(call, capabilities, known, pieces, portable_steps["gate_up_many"].arguments.scalars),
         _down_step(call, capabilities, known, pieces),
         *(_exact_steps(portable_steps) if _checked(call) else ()),
-        portable_steps["combine"],
+        _combine_step(call, known),
     )
     return Plan("prefill", f"{tokens}, on the tensor cores", _scratch(call, pieces), steps)
 
@@ -212,7 +138,7 @@ def _scratch(call: CallDescription, pieces: int) -> tuple[tuple[str, int], ...]:
     images = _activated_bytes(call) + _tokens_bytes(call)
     scratch = (
         *route_scratch(call),
-        *group_scratch(call, _TILE_TOKENS),
+        *_sort_scratch(call),
         ("contributions", 4 * call.routes * call.experts.hidden_size),
     )
     if not _checked(call):
@@ -259,7 +185,7 @@ def _gather_module(call: CallDescription, alignment: Mapping[AddressSource, int]
     load_bytes = 16 if alignment.get(0, 16) >= 16 else 2
     checked = _checked(call)
     body = f"qmoe::prefill::gather<{load_bytes}, {str(checked).lower()}>"
-    entry = Entry("prefill_gather", GatherArguments, "qmoe::prefill::GatherArguments", body, _GATHER_THREADS, 4)
+    entry = Entry("prefill_gather", GatherArguments, "qmoe::prefill::GatherArguments", body, _GATHER_THREADS, 3)
     name = module_name("prefill", VERSION, "gather", f"x{load_bytes}", "checked" if checked else "plain")
     return translation_unit(name, ("prefill_gather.cuh",), (), (entry,))
 
@@ -301,6 +227,28 @@ def _down_module(call: CallDescription, alignment: Mapping[AddressSource, int]) 
     return translation_unit(name, ("prefill.cuh",), (layout,), (entry,))
 
 
+def _sort_module() -> ModuleSource:
+    entries = tuple(
+        Entry(f"prefill_{name}", SortArguments, "qmoe::prefill::SortArguments", f"qmoe::prefill::{name}", _SORT_THREADS)
+        for name in ("count_chunk", "sort_chunk")
+    )
+    return translation_unit(module_name("prefill", VERSION, "sort"), ("prefill_group.cuh",), (), entries)
+
+
+def _combine_module(call: CallDescription, alignment: Mapping[AddressSource, int]) -> ModuleSource:
+    store_bytes = 8 if alignment.get("output", 16) >= 8 else 2
+    entry = Entry(
+        "prefill_combine",
+        CombineArguments,
+        "qmoe::prefill::CombineArguments",
+        f"qmoe::prefill::combine<{device_type(call.dtype)}, {store_bytes}>",
+        _COMBINE_THREADS,
+        4,
+    )
+    name = module_name("prefill", VERSION, "combine", dtype_tag(call.dtype), f"y{store_bytes}")
+    return translation_unit(name, ("prefill_combine.cuh",), (), (entry,))
+
+
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 _GROUPED: tuple[tuple[str, AddressSource], ...] = (("tiles", "group_tiles"), ("tile_count", "tile_count"))
@@ -324,6 +272,72 @@ def _matrix_pointers(*names: str) -> tuple[tuple[str, AddressSource], ...]:
     )
 
 
+def _chunks(call: CallDescription) -> tuple[int, int]:
+    """Chunks that routes are sorted in, and routes per chunk: enough blocks, and few counts to add up."""
+    per_chunk = _SORT_THREADS * -(-call.routes // (_SORT_THREADS * _MAX_CHUNKS))
+    return -(-call.routes // per_chunk), per_chunk
+
+
+def _sort_scratch(call: CallDescription) -> tuple[tuple[str, int], ...]:
+    if call.experts.num_experts > _MAX_SORTED_EXPERTS:
+        return group_scratch(call, _TILE_TOKENS)
+    return (
+        ("chunk_counts", 4 * _chunks(call)[0] * call.experts.num_experts),
+        ("grouped_routes", 4 * call.routes),
+        ("group_tiles", 16 * largest_tile_count(call, _TILE_TOKENS)),
+        ("tile_count", 4),
+    )
+
+
+def _sort_steps(call: CallDescription) -> tuple[Step, ...]:
+    """The launches that sort routes by expert and list tiles, as ``route.group_steps`` but for many routes."""
+    if call.experts.num_experts > _MAX_SORTED_EXPERTS:
+        return group_steps(call, _TILE_TOKENS)
+    chunks, per_chunk = _chunks(call)
+    module = _sort_module()
+
+    def step(name: str) -> Step:
+        arguments = SortArguments(
+            routes=call.routes,
+            experts=call.experts.num_experts,
+            chunks=chunks,
+            chunk_routes=per_chunk,
+            tile_rows=_TILE_TOKENS,
+        )
+        pointers: tuple[tuple[str, AddressSource], ...] = (
+            ("route_experts", "route_experts"),
+            ("chunk_counts", "chunk_counts"),
+            ("grouped_routes", "grouped_routes"),
+            *_GROUPED,
+        )
+        grid, block = (chunks, 1, 1), (_SORT_THREADS, 1, 1)
+        return Step(name, module, f"prefill_{name}", grid, block, 0, arguments, pointers, dependent=True)
+
+    return step("count_chunk"), step("sort_chunk")
+
+
+def _combine_step(call: CallDescription, alignment: Mapping[AddressSource, int]) -> Step:
+    hidden = call.experts.hidden_size
+    blocks = call.rows * -(-hidden // (4 * _COMBINE_THREADS))
+    pointers: tuple[tuple[str, AddressSource], ...] = (
+        ("contributions", "contributions"),
+        ("route_experts", "route_experts"),
+        ("route_weights", "route_weights"),
+        ("output", "output"),
+    )
+    return Step(
+        "combine",
+        _combine_module(call, alignment),
+        "prefill_combine",
+        (min(blocks, MAX_GRID_X), 1, 1),
+        (_COMBINE_THREADS, 1, 1),
+        0,
+        CombineArguments(rows=call.rows, top_k=call.top_k, hidden=hidden),
+        pointers,
+        dependent=True,
+    )
+
+
 def _gather_step(
     call: CallDescription, capabilities: Capabilities, alignment: Mapping[AddressSource, int], pieces: int
 ) -> Step:
@@ -335,18 +349,25 @@ def _gather_step(
         exact_split=pieces,
     )
     turns = largest_tile_count(call, _TILE_TOKENS) * (_TILE_TOKENS // _GATHER_ROUTES)
-    pointers = (("input", 0), ("grouped_routes", "grouped_routes"), *_GROUPED, *_IMAGES, *_watched(call))
+    pointers: tuple[tuple[str, AddressSource], ...] = (
+        ("input", 0),
+        ("grouped_routes", "grouped_routes"),
+        *_GROUPED,
+        *_IMAGES,
+        *_watched(call),
+    )
     if _checked(call):
         pointers = (*pointers, ("exact_tiles", "exact_tiles"))
     return Step(
         "gather",
         _gather_module(call, alignment),
         "prefill_gather",
-        (min(turns, 4 * capabilities.multiprocessor_count), 1, 1),
+        (min(turns, 8 * capabilities.multiprocessor_count), 1, 1),
         (_GATHER_THREADS, 1, 1),
         0,
         arguments,
         pointers,
+        dependent=True,
     )
 
 
@@ -377,6 +398,7 @@ def _gate_up_step(
         _SHARED_BYTES,
         arguments,
         (*_matrix_pointers("fc1", "fc3"), *_GROUPED, *_IMAGES, *_watched(call)),
+        dependent=True,
     )
 
 
@@ -407,6 +429,7 @@ def _down_step(
             *_watched(call),
             ("contributions", "contributions"),
         ),
+        dependent=True,
     )
 
 

@@ -11,6 +11,8 @@
 
 #pragma once
 
+#include "prefill_pairs.cuh"
+#include "prefill_pipeline.cuh"
 #include "quantization.cuh"
 
 namespace qmoe::prefill {
@@ -23,60 +25,6 @@ __device__ __forceinline__ constexpr int inner_of_position(int position) {
     const int w = position >> 5, t = position >> 4 & 1, h = position >> 3 & 1, c = position >> 1 & 3, e = position & 1;
     return 32 * c + 8 * w + 4 * e + 2 * t + h;
 }
-
-// Arithmetic on two halves in a register.
-template <class Half>
-struct PairMath;
-
-template <>
-struct PairMath<Float16> {
-    static constexpr unsigned kBias = 15, kMantissa = 10;
-    __device__ static __forceinline__ unsigned add(unsigned a, unsigned b) {
-        unsigned d;
-        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-        return d;
-    }
-    __device__ static __forceinline__ unsigned mul(unsigned a, unsigned b) {
-        unsigned d;
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-        return d;
-    }
-    __device__ static __forceinline__ unsigned fma(unsigned a, unsigned b, unsigned c) {
-        unsigned d;
-        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-        return d;
-    }
-    __device__ static __forceinline__ unsigned pack(float low, float high) {
-        unsigned d;
-        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-        return d;
-    }
-};
-
-template <>
-struct PairMath<BFloat16> {
-    static constexpr unsigned kBias = 127, kMantissa = 7;
-    __device__ static __forceinline__ unsigned add(unsigned a, unsigned b) {
-        unsigned d;
-        asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-        return d;
-    }
-    __device__ static __forceinline__ unsigned mul(unsigned a, unsigned b) {
-        unsigned d;
-        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-        return d;
-    }
-    __device__ static __forceinline__ unsigned fma(unsigned a, unsigned b, unsigned c) {
-        unsigned d;
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-        return d;
-    }
-    __device__ static __forceinline__ unsigned pack(float low, float high) {
-        unsigned d;
-        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-        return d;
-    }
-};
 
 // Bytes between two rows of a matrix.
 struct RowsApart {
@@ -92,7 +40,8 @@ struct RowPair {
     const unsigned char* scales;
     const unsigned char* zero_points;
     RowsApart apart;
-    unsigned row_zero_points[2];  // row-wise formats
+    unsigned row_zero_points;  // row-wise formats: of the lower row and, shifted left by 8, of the upper one
+    bool paired;               // whether there is an upper row
 };
 
 // The pair that begins with row `lower` of a matrix; `further` has the upper row, and is the same matrix or another of
@@ -106,13 +55,15 @@ __device__ __forceinline__ RowPair row_pair(const Matrix& matrix, const Matrix& 
     rows.scales = static_cast<const unsigned char*>(lower.scales);
     rows.zero_points = lower.zero_points;
     rows.apart.codes = further.weights - matrix.weights + bytes.codes;
-    rows.apart.scales = static_cast<const char*>(further.scales) - static_cast<const char*>(matrix.scales) + bytes.scales;
+    rows.apart.scales =
+        static_cast<const char*>(further.scales) - static_cast<const char*>(matrix.scales) + bytes.scales;
     rows.apart.zero_points = further.zero_points - matrix.zero_points + bytes.zero_points;
     if constexpr (F::kBlockSize == 0 && F::kZeroPoints) {
         const MatrixRow upper = matrix_row<F>(further, expert, row + apart);
-        rows.row_zero_points[0] = __float_as_uint(lower.shifted_zero) & 0xffu;
-        rows.row_zero_points[1] = __float_as_uint(upper.shifted_zero) & 0xffu;
+        rows.row_zero_points = (__float_as_uint(lower.shifted_zero) & 0xffu) |
+                               (__float_as_uint(upper.shifted_zero) & 0xffu) << 8;
     }
+    rows.paired = true;
     return rows;
 }
 
@@ -126,44 +77,29 @@ __device__ __forceinline__ float row_scale(const Matrix& matrix, long long exper
     }
 }
 
-// A format and the width of its code loads, at most 32 codes.
+// A format, the width of its code loads, and what a lane keeps of one step in shared memory: the codes of its two rows,
+// in pieces, and their scales as pairs of halves (or floats) with the zero points.
 template <class F, int LoadBytes>
 struct Weights {
     using Format = F;
     static constexpr int kLoadBytes = LoadBytes;
-    static constexpr int kScales = F::kBlockSize == 16 ? 2 : 1;  // per lane and step
+    static constexpr int kScales = F::kBlockSize == 16 ? 2 : 1;  // per row and step
     static constexpr bool kBlocks = F::kBlockSize != 0;
+    static constexpr bool kPoints = kBlocks && F::kZeroPoints;
+    static constexpr bool kRowPoints = !kBlocks && F::kZeroPoints;
+    static constexpr int kRowBytes = F::kBits == 3 ? 16 : 4 * F::kBits;
+    static constexpr int kPieceBytes = kRowBytes < 16 ? kRowBytes : 16;
+    static constexpr int kPieces = kRowBytes / kPieceBytes;
+    static constexpr int kLaneBytes = 2 * kRowBytes + (kBlocks ? 8 * kScales : 0) + (kPoints ? 4 * kScales : 0);
     static_assert(4 * F::kBits % LoadBytes == 0, "a lane's codes are a whole number of loads");
 };
 
-// What a lane reads of one row for one step.
+// What is read ahead of one step into registers, on its way to shared memory.
 template <class W>
-struct StepCodes {
-    unsigned words[W::Format::kBits];
-    typename W::Format::Scale scales[W::kScales];
-    unsigned char zero_points[W::kScales];
+struct PendingScales {
+    typename W::Format::Scale scales[2][W::kScales];
+    unsigned char zero_points[2][W::kScales];
 };
-
-template <int Bytes>
-__device__ __forceinline__ void load_words(const unsigned char* source, unsigned* words, int index) {
-    if constexpr (Bytes == 16) {
-        unsigned* to = words + 4 * index;
-        asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-            : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-            : "l"(source));
-    } else if constexpr (Bytes == 8) {
-        unsigned* to = words + 2 * index;
-        asm("ld.global.nc.L2::256B.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "l"(source));
-    } else if constexpr (Bytes == 4) {
-        words[index] = __ldg(reinterpret_cast<const unsigned*>(source));
-    } else if constexpr (Bytes == 2) {
-        const unsigned part = __ldg(reinterpret_cast<const unsigned short*>(source));
-        words[index / 2] = index % 2 ? words[index / 2] | part << 16 : part;
-    } else {
-        const unsigned part = __ldg(source);
-        words[index / 4] = index % 4 ? words[index / 4] | part << (8 * (index % 4)) : part;
-    }
-}
 
 __device__ __forceinline__ void clear(float& value) { value = 0.0f; }
 template <class T>
@@ -176,40 +112,56 @@ __device__ __forceinline__ T load_raw(const T* source) {
     return T{__ldg(&source->bits)};
 }
 
-// Read a lane's codes at inner element `inner`, a multiple of 32, of the lower or upper row. Past the row's end, a
-// multiple of 16, codes and scales are zero.
-template <class W, bool upper>
-__device__ __forceinline__ void load_step(const RowPair& rows, int inner, int in_features, StepCodes<W>& codes) {
-    using F = typename W::Format;
-    const int bytes = min(max(in_features - inner, 0), kLaneCodes) / 8 * F::kBits;
-    const unsigned char* source =
-        rows.codes + (upper ? rows.apart.codes : 0) + static_cast<unsigned>(inner) / 8 * F::kBits;
+// Copy a lane's codes of one row to shared memory at `to`, whose pieces are `piece_stride` bytes apart: `bytes` of
+// them, zeros after. Narrow loads, of rows that are aligned to less than 4 bytes, go through registers.
+template <class W>
+__device__ __forceinline__ void copy_codes(unsigned to, unsigned piece_stride, const unsigned char* source, int bytes) {
+    constexpr int kBytes = 4 * W::Format::kBits;
+    if constexpr (W::kLoadBytes >= 4) {
 #pragma unroll
-    for (int i = 0; i < 4 * F::kBits / W::kLoadBytes; ++i) {
-        if (i * W::kLoadBytes < bytes) {
-            load_words<W::kLoadBytes>(source + i * W::kLoadBytes, codes.words, i);
-        } else {
-            constexpr int kWords = W::kLoadBytes < 4 ? 1 : W::kLoadBytes / 4;
+        for (int i = 0; i < kBytes / W::kLoadBytes; ++i) {
+            const int at = i * W::kLoadBytes;
+            copy_async<W::kLoadBytes>(to + at / W::kPieceBytes * piece_stride + at % W::kPieceBytes, source + at,
+                                      at < bytes ? W::kLoadBytes : 0);
+        }
+    } else {
 #pragma unroll
-            for (int j = 0; j < kWords; ++j) {
-                if (i * W::kLoadBytes % 4 == 0) {
-                    codes.words[i * W::kLoadBytes / 4 + j] = 0;
+        for (int word = 0; word < kBytes / 4; ++word) {
+            unsigned value = 0;
+#pragma unroll
+            for (int i = 0; i < 4; i += W::kLoadBytes) {
+                if (4 * word + i < bytes) {
+                    const unsigned char* from = source + 4 * word + i;
+                    const unsigned part = W::kLoadBytes == 2 ? __ldg(reinterpret_cast<const unsigned short*>(from))
+                                                             : __ldg(from);
+                    value |= part << (8 * i);
                 }
             }
+            store_shared(to + 4 * word / W::kPieceBytes * piece_stride + 4 * word % W::kPieceBytes, value);
         }
     }
+}
+
+// Read the scales and zero points of a lane's rows at inner element `inner`, a multiple of 32; zero past the end.
+template <class W, bool lone>
+__device__ __forceinline__ void load_scales(const RowPair& rows, int inner, int in_features,
+                                            PendingScales<W>& pending) {
+    using F = typename W::Format;
     if constexpr (W::kBlocks) {
 #pragma unroll
-        for (int i = 0; i < W::kScales; ++i) {
-            clear(codes.scales[i]);
-            codes.zero_points[i] = 0;
-            if (inner + 16 * i < in_features) {
-                const unsigned block = static_cast<unsigned>(inner + 16 * i) / (F::kBlockSize ? F::kBlockSize : 1);
+        for (int i = 0; i < 2 * W::kScales; ++i) {
+            const int upper = i % 2, which = i / 2;
+            clear(pending.scales[upper][which]);
+            pending.zero_points[upper][which] = 0;
+            if (inner + 16 * which < in_features && (!lone || !upper || rows.paired)) {
+                const unsigned block = static_cast<unsigned>(inner + 16 * which) / (F::kBlockSize ? F::kBlockSize : 1);
                 const unsigned char* scales = rows.scales + (upper ? rows.apart.scales : 0);
-                codes.scales[i] = load_raw(reinterpret_cast<const typename F::Scale*>(scales) + block);
+                pending.scales[upper][which] =
+                    load_raw(reinterpret_cast<const typename F::Scale*>(scales) + block);
                 if constexpr (F::kZeroPoints) {
                     const unsigned char* points = rows.zero_points + (upper ? rows.apart.zero_points : 0);
-                    codes.zero_points[i] = static_cast<unsigned char>(read_code<F::kBits>(points, block));
+                    pending.zero_points[upper][which] =
+                        static_cast<unsigned char>(read_code<F::kBits>(points, block));
                 }
             }
         }
@@ -243,12 +195,12 @@ __device__ __forceinline__ bool scale_fits(BFloat16 scale) {
 }
 
 template <class W, class Half>
-__device__ __forceinline__ bool scales_fit(const StepCodes<W>& codes) {
+__device__ __forceinline__ bool scales_fit(const PendingScales<W>& pending) {
     bool fit = true;
     if constexpr (W::kBlocks) {
 #pragma unroll
-        for (int i = 0; i < W::kScales; ++i) {
-            fit &= scale_fits<Half, W::Format::kBits>(codes.scales[i]);
+        for (int i = 0; i < 2 * W::kScales; ++i) {
+            fit &= scale_fits<Half, W::Format::kBits>(pending.scales[i % 2][i / 2]);
         }
     }
     return fit;
@@ -276,34 +228,27 @@ __device__ __forceinline__ constexpr int pair_shift(int index) {
     return shift;
 }
 
-// One row's share of a step, ready to be decoded.
+// Whether codes exceed the mantissa of Half, so that they are decoded as floats.
+template <class W, class Half>
+constexpr bool kWideCodes = W::Format::kBits == 8 && kSameType<Half, BFloat16>;
+
+// A scale as it is kept in shared memory.
+template <class W, class Half, class Scale>
+__device__ __forceinline__ unsigned stored_scale(Scale scale) {
+    if constexpr (kWideCodes<W, Half>) {
+        return __float_as_uint(to_float(scale));
+    } else {
+        return scale_pair<Half>(scale);
+    }
+}
+
+// Decodes one row's share of a step.
 template <class W, class Half>
 struct Decoder {
     using F = typename W::Format;
     using Math = PairMath<Half>;
-    static constexpr bool kWide = F::kBits == 8 && kSameType<Half, BFloat16>;  // codes exceed the mantissa
     unsigned scales[W::kScales];
-    float wide_scales[W::kScales];
     unsigned zero_points[W::kScales];
-
-    __device__ __forceinline__ Decoder(const StepCodes<W>& codes, unsigned row_zero_point) {
-#pragma unroll
-        for (int i = 0; i < W::kScales; ++i) {
-            scales[i] = 0;
-            wide_scales[i] = 1.0f;
-            if constexpr (W::kBlocks) {
-                if constexpr (kWide) {
-                    wide_scales[i] = to_float(codes.scales[i]);
-                } else {
-                    scales[i] = scale_pair<Half>(codes.scales[i]);
-                }
-            }
-            zero_points[i] = 1u << (F::kBits - 1);
-            if constexpr (F::kZeroPoints) {
-                zero_points[i] = W::kBlocks ? codes.zero_points[i] : row_zero_point;
-            }
-        }
-    }
 
     // Two 16-bit halves, the lower with codes 8w + j at bit bits * j, the upper with codes 8w + 4 + j.
     __device__ static __forceinline__ unsigned spread(const unsigned* words, int w) {
@@ -324,15 +269,21 @@ struct Decoder {
         }
     }
 
-    // Pair `index` = 2t + h of word w: the values of codes 8w + index and 8w + 4 + index.
+    // Pair `index` = 2t + h of word w: the values of codes 8w + index and 8w + 4 + index. `words` are the lane's codes,
+    // of 8 bits only the half that has them.
     template <int w, int index>
     __device__ __forceinline__ unsigned pair(const unsigned* words) const {
         constexpr int block = W::kScales == 2 ? w / 2 : 0;
-        if constexpr (kWide) {
+        if constexpr (kWideCodes<W, Half>) {
             const float zero = shifted_integer(zero_points[block]);
-            const float low = shifted_integer(words[2 * w] >> (8 * index) & 0xffu) - zero;
-            const float high = shifted_integer(words[2 * w + 1] >> (8 * index) & 0xffu) - zero;
-            return Math::pack(low * wide_scales[block], high * wide_scales[block]);
+            const float low = shifted_integer(words[w % 2 * 2] >> (8 * index) & 0xffu) - zero;
+            const float high = shifted_integer(words[w % 2 * 2 + 1] >> (8 * index) & 0xffu) - zero;
+            if constexpr (!W::kBlocks) {
+                return Math::pack(low, high);
+            } else {
+                const float scale = __uint_as_float(scales[block]);
+                return Math::pack(low * scale, high * scale);
+            }
         } else {
             constexpr unsigned kUnits = 0x10001u;
             constexpr unsigned kMagic = (Math::kBias + Math::kMantissa) << Math::kMantissa;
@@ -341,7 +292,7 @@ struct Decoder {
             constexpr unsigned kMask = ((1u << F::kBits) - 1u) << up;
             unsigned bits;
             if constexpr (F::kBits == 8) {
-                bits = __byte_perm(words[2 * w], words[2 * w + 1], 0x0400 + 0x0101 * index);
+                bits = __byte_perm(words[w % 2 * 2], words[w % 2 * 2 + 1], 0x0400 + 0x0101 * index);
                 bits = (bits & 0x00ff00ffu) | kMagic * kUnits;
             } else {
                 bits = (spread(words, w) >> shift & kMask * kUnits) | kMagic * kUnits;

@@ -6,8 +6,16 @@
 
 namespace qmoe {
 
-__device__ __forceinline__ unsigned shared_address(const void* pointer) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+// Address of the dynamic shared memory.
+__device__ __forceinline__ unsigned dynamic_shared_address() {
+    extern __shared__ unsigned char dynamic_shared[];
+    return static_cast<unsigned>(__cvta_generic_to_shared(dynamic_shared));
+}
+
+// Let the launch after this one begin, and wait until the one before has ended and its writes can be seen.
+__device__ __forceinline__ void dependent_begin() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 __device__ __forceinline__ void barrier_init(unsigned barrier, unsigned arrivals) {
@@ -68,27 +76,66 @@ __device__ __forceinline__ void bulk_copy(unsigned destination, const void* sour
                  : "memory");
 }
 
+// Copy `Bytes`, or zeros if `present` is 0, to shared memory in the background; for this thread alone to wait for.
+template <int Bytes>
+__device__ __forceinline__ void copy_async(unsigned destination, const void* source, int present) {
+    if constexpr (Bytes == 16) {
+        asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+                     "r"(present)
+                     : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(destination), "l"(source),
+                     "n"(Bytes), "r"(present)
+                     : "memory");
+    }
+}
+
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Wait until at most `Pending` committed groups of this thread's copies are in flight.
+template <int Pending>
+__device__ __forceinline__ void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(unsigned address, unsigned value) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_pair(unsigned address, unsigned first, unsigned second) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_long(unsigned address, unsigned long long value) {
+    asm volatile("st.shared.u64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ unsigned long long load_shared_long(unsigned address) {
+    unsigned long long value;
+    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
+    return value;
+}
+
+// Load `Words` (1, 2 or 4) consecutive words of shared memory.
+template <int Words>
+__device__ __forceinline__ void load_shared(unsigned address, unsigned* to) {
+    if constexpr (Words == 4) {
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                     : "r"(address)
+                     : "memory");
+    } else if constexpr (Words == 2) {
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(address) : "memory");
+    } else {
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to[0]) : "r"(address) : "memory");
+    }
+}
+
 // Transpose an 8 x 8 matrix of halves over a warp: lane 4i + j holds columns 2j and 2j + 1 of row i, before and after.
 __device__ __forceinline__ unsigned transpose_halves(unsigned pair) {
     unsigned result;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
     return result;
 }
-
-// Place in a ring of slots, with the parity of its present round.
-template <int Slots>
-struct RingPlace {
-    int slot = 0;
-    unsigned parity = 0;
-
-    __device__ __forceinline__ int previous() const { return slot == 0 ? Slots - 1 : slot - 1; }
-
-    __device__ __forceinline__ void advance() {
-        if (++slot == Slots) {
-            slot = 0;
-            parity ^= 1;
-        }
-    }
-};
 
 }  // namespace qmoe

@@ -24,7 +24,6 @@ __device__ __forceinline__ void wgmma_wait() {
 
 // Pin a value to this place of the program, so that no use of it moves across.
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
-__device__ __forceinline__ void pin(unsigned& value) { asm volatile("" : "+r"(value)::"memory"); }
 
 // Descriptor of operand B: rows of 128 bytes, swizzled in groups of 8 rows (1024 bytes apart) that start at multiples
 // of 1024. Adding 2 moves on by 16 halves within a row, adding Tokens * 8 by one panel of 64.
@@ -36,7 +35,6 @@ __device__ __forceinline__ unsigned long long token_descriptor(unsigned shared_a
 // d += A * B.
 template <class Half, int Tokens>
 struct TensorProduct;
-
 
 template <>
 struct TensorProduct<Float16, 16> {

@@ -1,0 +1,124 @@
+"""Argument structs of the prefill kernels, as in ``prefill_arguments.cuh``, ``prefill_group.cuh`` and
+``prefill_combine.cuh``; every generated module asserts that the compiler sees them alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+from qmoe_ep.kernels.portable import GateScalars
+
+__all__ = ["CombineArguments", "DownArguments", "GateUpArguments", "GatherArguments", "RowsApart", "SortArguments"]
+
+_POINTER = ctypes.c_void_p
+
+
+class GatherArguments(ctypes.Structure):
+    """``qmoe::prefill::GatherArguments``."""
+
+    _fields_ = (
+        ("input", _POINTER),
+        ("grouped_routes", _POINTER),
+        ("tiles", _POINTER),
+        ("tile_count", _POINTER),
+        ("workspace", _POINTER),
+        ("route_state", _POINTER),
+        ("exact_tiles", _POINTER),
+        ("exact_tile_count", _POINTER),
+        ("image_rows", ctypes.c_longlong),
+        ("tokens_offset", ctypes.c_longlong),
+        ("top_k", ctypes.c_int),
+        ("hidden", ctypes.c_int),
+        ("exact_split", ctypes.c_int),
+    )
+
+
+class SortArguments(ctypes.Structure):
+    """``qmoe::prefill::SortArguments``."""
+
+    _fields_ = (
+        ("route_experts", _POINTER),
+        ("chunk_counts", _POINTER),
+        ("grouped_routes", _POINTER),
+        ("tiles", _POINTER),
+        ("tile_count", _POINTER),
+        ("routes", ctypes.c_int),
+        ("experts", ctypes.c_int),
+        ("chunks", ctypes.c_int),
+        ("chunk_routes", ctypes.c_int),
+        ("tile_rows", ctypes.c_int),
+    )
+
+
+class CombineArguments(ctypes.Structure):
+    """``qmoe::prefill::CombineArguments``."""
+
+    _fields_ = (
+        ("contributions", _POINTER),
+        ("route_experts", _POINTER),
+        ("route_weights", _POINTER),
+        ("output", _POINTER),
+        ("rows", ctypes.c_int),
+        ("top_k", ctypes.c_int),
+        ("hidden", ctypes.c_int),
+    )
+
+
+class RowsApart(ctypes.Structure):
+    """``qmoe::prefill::RowsApart``."""
+
+    _fields_ = (
+        ("codes", ctypes.c_longlong),
+        ("scales", ctypes.c_longlong),
+        ("zero_points", ctypes.c_longlong),
+    )
+
+
+class GateUpArguments(ctypes.Structure):
+    """``qmoe::prefill::GateUpArguments``."""
+
+    _fields_ = (
+        ("fc1_weights", _POINTER),
+        ("fc1_scales", _POINTER),
+        ("fc1_bias", _POINTER),
+        ("fc1_zero_points", _POINTER),
+        ("fc3_weights", _POINTER),
+        ("fc3_scales", _POINTER),
+        ("fc3_bias", _POINTER),
+        ("fc3_zero_points", _POINTER),
+        ("tiles", _POINTER),
+        ("tile_count", _POINTER),
+        ("workspace", _POINTER),
+        ("route_state", _POINTER),
+        ("exact_tile_count", _POINTER),
+        ("image_rows", ctypes.c_longlong),
+        ("tokens_offset", ctypes.c_longlong),
+        ("apart", RowsApart),
+        ("hidden", ctypes.c_int),
+        ("inter", ctypes.c_int),
+        ("exact_split", ctypes.c_int),
+        ("scalars", GateScalars),
+    )
+
+
+class DownArguments(ctypes.Structure):
+    """``qmoe::prefill::DownArguments``."""
+
+    _fields_ = (
+        ("fc2_weights", _POINTER),
+        ("fc2_scales", _POINTER),
+        ("fc2_bias", _POINTER),
+        ("fc2_zero_points", _POINTER),
+        ("grouped_routes", _POINTER),
+        ("tiles", _POINTER),
+        ("tile_count", _POINTER),
+        ("workspace", _POINTER),
+        ("route_state", _POINTER),
+        ("exact_tile_count", _POINTER),
+        ("contributions", _POINTER),
+        ("image_rows", ctypes.c_longlong),
+        ("apart", RowsApart),
+        ("hidden", ctypes.c_int),
+        ("inter", ctypes.c_int),
+        ("exact_split", ctypes.c_int),
+    )
