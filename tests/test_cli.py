@@ -14,12 +14,16 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from problems import DTYPES, Array, Problem, Recipe, build
+from simulated import kernels_portable
 from simulated.plugin import Simulation
 
 from qmoe_ep import driver
 from qmoe_ep.cli.main import main
 from qmoe_ep.errors import CaptureError, NvrtcError, QMoEError
 from qmoe_ep.operator import INPUT_NAMES
+
+# Importing them is what registers the simulated kernels.
+assert kernels_portable
 
 ROOT = Path(__file__).resolve().parents[1]
 MODELS = Path(__file__).parent / "data" / "models"
@@ -239,7 +243,8 @@ def test_run_on_cuda_without_a_gpu(shell: Shell, no_gpu: None) -> None:
     shell("run", EXAMPLE, EXAMPLE_INPUTS, "--provider", "cuda").failed("cuInit", "driver")
 
 
-def test_run_on_the_simulated_gpu(shell: Shell, simulated: Simulation) -> None:
+def test_run_on_the_simulated_gpu(shell: Shell, simulated: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QMOE_EP_KERNELS", "portable")
     for provider in ("auto", "cuda"):
         assert shell.json("run", EXAMPLE, EXAMPLE_INPUTS, "--provider", provider)["provider"].startswith("cuda (")
 
