@@ -98,48 +98,27 @@ def reference_ops(provider: Provider, weights_layout: Layout | None = None) -> t
 
 
 def _operator_class(provider: Provider, layout: Layout | None, runners: Mapping[str, _Runner]) -> type[OpRun]:
-    class Operator(OpRun):  # type: ignore[misc]
+    class Operator(OpRun):
         op_domain = DOMAIN
         _count = len(runners)
 
         def __init__(self, onnx_node: onnx.NodeProto, run_params: dict[str, Any], schema: Any = None) -> None:
             super().__init__(onnx_node, run_params, schema)
-            self._runners: dict[tuple[tuple[str, str], ...], _Runner] = {}
-            if not self.has_linked_attribute:
-                self._runner({})
+            known = runners.get(onnx_node.doc_string)
+            self._runner = self._create() if known is None else known
 
-        def _run(self, *inputs: NDArray[Any] | None, **attributes: Any) -> tuple[NDArray[Any]]:
-            return (self._runner(attributes if self.has_linked_attribute else {})(inputs),)
+        def _run(self, *inputs: NDArray[Any] | None, **_: Any) -> tuple[NDArray[Any]]:
+            return (self._runner(inputs),)
 
-        def _runner(self, attributes: Mapping[str, Any]) -> _Runner:
-            key = tuple(sorted((name, repr(value)) for name, value in attributes.items()))
-            if key not in self._runners:
-                self._runners[key] = runners.get(self.onnx_node.doc_string) or self._create(attributes)
-            return self._runners[key]
-
-        def _create(self, attributes: Mapping[str, Any]) -> _Runner:
-            node, node_id = _with_values(self.onnx_node, attributes), type(self)._count
+        def _create(self) -> _Runner:
+            node_id = type(self)._count
             type(self)._count += 1
-            return _Runner(provider, _create_kernel(provider, node, node_id, {}, layout))
+            kernel = _create_kernel(provider, QMoENode.from_onnx(self.onnx_node), node_id, {}, layout)
+            return _Runner(provider, kernel)
 
     # The evaluator finds an operator by the name of its class.
     Operator.__name__ = Operator.__qualname__ = OP_TYPE
     return Operator
-
-
-def _with_values(proto: onnx.NodeProto, values: Mapping[str, Any]) -> QMoENode:
-    """The node of a function's body with the attributes of the call in place of references."""
-    if not values:
-        return QMoENode.from_onnx(proto)
-    node = onnx.NodeProto()
-    node.CopyFrom(proto)
-    del node.attribute[:]
-    for attribute in proto.attribute:
-        if not attribute.ref_attr_name:
-            node.attribute.append(attribute)
-        elif values.get(attribute.name) is not None:
-            node.attribute.append(onnx.helper.make_attribute(attribute.name, values[attribute.name]))
-    return QMoENode.from_onnx(node)
 
 
 def _create_kernel(

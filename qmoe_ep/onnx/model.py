@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import onnx
+import onnx.inliner
 from google.protobuf.message import DecodeError
 
 from qmoe_ep.errors import QMoEError
@@ -16,7 +17,7 @@ from qmoe_ep.onnx.tensors import numpy_dtype, read_tensor
 from qmoe_ep.operator import DOMAIN, OP_TYPE, ROUTER_WEIGHTS, QMoENode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -27,6 +28,7 @@ Value: TypeAlias = "tuple[str, np.dtype[Any] | None, Dims]"
 """Name, dtype and dimensions of a graph's input or output. A symbolic dimension is its name, one that
 is free is ``None``, as are the dtype of what isn't a tensor of numbers and dimensions of unknown rank."""
 
+FLOAT_OP_TYPE = "MoE"
 _PROTOBUF_LIMIT = 2**31 - 1
 
 
@@ -135,7 +137,22 @@ def load_model(path: str | os.PathLike[str]) -> LoadedModel:
             f"{path}: not a complete ONNX model ({size} bytes): it needs a graph with outputs, an IR version and "
             "imported operator sets; copy or export it anew"
         )
-    return LoadedModel(path, proto)
+    return LoadedModel(path, _inlined(path, proto))
+
+
+def _inlined(path: Path, proto: onnx.ModelProto) -> onnx.ModelProto:
+    """The model without its local functions if one of them holds experts.
+
+    Only in the graph have they attributes and weights of their own; and the evaluator of onnx knows no
+    added operators inside functions.
+    """
+    nodes = (node for function in proto.functions for node in function_nodes(function.node))
+    if not any(node.domain == DOMAIN and node.op_type in (OP_TYPE, FLOAT_OP_TYPE) for node in nodes):
+        return proto
+    try:
+        return onnx.inliner.inline_local_functions(proto)
+    except Exception as error:
+        raise QMoEError(f"{path}: the local functions that hold experts can't be inlined: {error}") from error
 
 
 # --- walking graphs --------------------------------------------------------------------------------
@@ -147,6 +164,14 @@ def subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
         if attribute.type == onnx.AttributeProto.GRAPH:
             yield attribute.g
         yield from attribute.graphs
+
+
+def function_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Nodes and all nodes in their subgraphs."""
+    for node in nodes:
+        yield node
+        for inner in subgraphs(node):
+            yield from function_nodes(inner.node)
 
 
 def walk_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:

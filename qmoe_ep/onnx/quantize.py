@@ -16,7 +16,15 @@ import onnx
 
 from qmoe_ep.call import FLOAT_DTYPES
 from qmoe_ep.errors import QMoEError
-from qmoe_ep.onnx.model import LoadedModel, load_model, names_used, stored_tensors, walk_graphs, walk_nodes
+from qmoe_ep.onnx.model import (
+    FLOAT_OP_TYPE,
+    LoadedModel,
+    load_model,
+    names_used,
+    stored_tensors,
+    walk_graphs,
+    walk_nodes,
+)
 from qmoe_ep.onnx.output import ModelWriter
 from qmoe_ep.onnx.tensors import external_file, is_external, numpy_dtype, tensor_shape
 from qmoe_ep.operator import DOMAIN, MATRIX_INPUTS, OP_TYPE, unsupported_reason
@@ -26,7 +34,6 @@ __all__ = ["ConvertedNode", "quantize_model"]
 
 Progress: TypeAlias = Callable[[int, int, str], Any]
 
-_FLOAT_OP = "MoE"
 _FLOAT_INPUTS = {"fc1": (2, 3), "fc2": (4, 5), "fc3": (6, 7)}
 """Operand indices of (weights, bias) per matrix of the float operator."""
 _ATTRIBUTES = frozenset(
@@ -99,7 +106,7 @@ def quantize_model(
     fmt = _Format(bits, max(block_size, 0), symmetric)
     plans = _plans(loaded)
     if not plans:
-        raise QMoEError(f"{source}: no {DOMAIN}::{_FLOAT_OP} node to quantize")
+        raise QMoEError(f"{source}: no {DOMAIN}::{FLOAT_OP_TYPE} node to quantize")
     replaced = {id(t): t for plan in plans for t in plan.weights.values()}
     names = _new_names(loaded.proto.graph, replaced.values())
     converted = [ConvertedNode(plan.proto.name, tuple(t.name for t in plan.weights.values())) for plan in plans]
@@ -129,7 +136,7 @@ def _check_target(loaded: LoadedModel, source: Path, target: Path) -> None:
 def _plans(loaded: LoadedModel) -> list[_Plan]:
     plans = []
     for proto, scope in walk_nodes(loaded.proto.graph):
-        if (proto.domain, proto.op_type) != (DOMAIN, _FLOAT_OP):
+        if (proto.domain, proto.op_type) != (DOMAIN, FLOAT_OP_TYPE):
             continue
         where = f"{loaded.path}: node {proto.name or proto.output[:1]!r}"
         if unknown := [a.name for a in proto.attribute if a.name not in _ATTRIBUTES]:

@@ -38,10 +38,12 @@ _MAX_BYTES = 2**63 - 1
 
 def numpy_dtype(data_type: int) -> np.dtype[Any] | None:
     """The dtype of an ONNX element type, ``None`` for one that isn't a number of whole bytes."""
+    dtype: np.dtype[Any]
     try:
         name = str(TensorProto.DataType.Name(data_type))
         if name in _ML_DTYPES:
-            return np.dtype(getattr(ml_dtypes, _ML_DTYPES[name]))
+            dtype = np.dtype(getattr(ml_dtypes, _ML_DTYPES[name]))
+            return dtype
         if name in _SUB_BYTE_BITS:
             return None
         dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(data_type))
