@@ -440,6 +440,27 @@ def test_a_failed_drain_keeps_the_record(gpu: CudaExecutionProvider, simulated: 
     assert node.snapshot().rows == 5
 
 
+def test_removing_goes_on_after_a_failed_drain(gpu: CudaExecutionProvider, simulated: Simulation) -> None:
+    problem = build(Recipe(leading=(5,)))
+    before = gpu.memory_statistics().allocations
+    with gpu.executor_scope(1, 1):
+        nodes = [Node(gpu, problem, number) for number in range(2)]
+    for node in nodes:
+        node.telemetry.arm(COUNTS)
+        node.call()
+    simulated.fail("cuStreamSynchronize")
+    with pytest.raises(CudaError):
+        gpu.telemetry.remove(1)
+    simulated.heal()
+    assert len(gpu.telemetry) == 0
+    assert not any(node.telemetry.armed for node in nodes)
+    del node
+    nodes.clear()
+    gc.collect()
+    gpu.synchronize()
+    assert gpu.memory_statistics().allocations == before
+
+
 def test_dropped_producers_give_their_record_back(gpu: CudaExecutionProvider) -> None:
     before = gpu.memory_statistics().allocations
     node = Node(gpu, build(Recipe(leading=(5,))))
