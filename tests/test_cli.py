@@ -80,6 +80,7 @@ class NoDriver:
 @pytest.fixture
 def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shell:
     monkeypatch.setenv("QMOE_EP_CACHE_DIR", str(tmp_path / "modules"))
+    monkeypatch.delenv("COLUMNS", raising=False)
     return Shell(capsys)
 
 
@@ -311,7 +312,7 @@ def test_inspect(shell: Shell) -> None:
     assert node["bytes"] == 8 * (fc1 + fc2)
     assert node["providers"]["cpu"] == node["providers"]["cuda"] == {"claimed": True, "reason": None}
     table = shell("inspect", EXAMPLE).succeeded().out
-    for word in ("experts", "swiglu (fusion 1)", "96", "raw", "yes"):
+    for word in ("experts", "swiglu/1", "8×64×96", "raw", "yes"):
         assert word in table
 
 

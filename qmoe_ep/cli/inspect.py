@@ -24,6 +24,7 @@ def command(model: str, weights_layout: Literal["raw", "sm80"] | None, as_json: 
 
     \b
     E experts, H hidden size, I intermediate size, k experts per row.
+    swiglu/1 is swiglu with swiglu_fusion 1.
     bytes is what the packed weights, scales and zero points of all experts take.
     """
     from qmoe_ep import onnx as models
@@ -37,7 +38,7 @@ def command(model: str, weights_layout: Literal["raw", "sm80"] | None, as_json: 
     elif not described:
         click.echo(f"{model} has no QMoE node")
     else:
-        columns = ("node", "name", "E", "H", "I", "k", "bits", "block", "activation", "layout", "bytes", "cpu", "cuda")
+        columns = ("node", "name", "E×H×I", "k", "bits", "block", "activation", "layout", "bytes", "cpu", "cuda")
         print_table(columns, [_row(node) for node in described])
 
 
@@ -69,14 +70,15 @@ def _row(node: dict[str, Any]) -> tuple[str, ...]:
     from qmoe_ep.cli.output import bytes_text
 
     bits = list(node["bits"].values())
+    sizes = [node[size] for size in ("experts", "hidden_size", "inter_size")]
     activation = node["activation"]
     if activation == "swiglu":
-        activation += f" (fusion {node['swiglu_fusion']})"
+        activation += f"/{node['swiglu_fusion']}"
     claims = [claim["reason"] or "yes" for claim in node["providers"].values()]
     return (
         str(node["node_id"]),
         node["name"],
-        *("-" if node[size] is None else str(node[size]) for size in ("experts", "hidden_size", "inter_size")),
+        "-" if None in sizes else "×".join(map(str, sizes)),
         str(node["k"]),
         "/".join(map(str, bits if len(set(bits)) > 1 else bits[:1])) or "-",
         str(node["block_size"] if node["block_size"] and node["block_size"] > 0 else "row"),
