@@ -14,6 +14,7 @@ import simulated.kernels_portable
 from golden import CASES, load
 from hypothesis import given, settings
 from problems import Problem, Recipe, Space, build, first_seed, problems, random_problem
+from simulated.plugin import simulation
 
 import qmoe_ep
 from qmoe_ep import CaptureError, CudaError, CudaExecutionProvider, QMoEError, QMoENode
@@ -89,10 +90,7 @@ def test_stored_cases(gpu: CudaExecutionProvider, name: str) -> None:
 @settings(max_examples=60)
 @given(problem=problems(SPACE))
 def test_random_problems(problem: Problem) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        from simulated.plugin import install
-
-        machine = install(patch)
+    with simulation() as machine:
         with CudaExecutionProvider(kernels="portable") as gpu:
             problem.check_closely(run(gpu, problem, constant=bool(problem.recipe.seed % 2)))
         machine.check_end()
@@ -417,19 +415,15 @@ def scenario(machine: Any) -> None:
         kernel.close()
 
 
-def test_every_call_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_call_may_fail() -> None:
     """Each driver call of the scenario fails once: a clean error, or a right result, and no leak."""
-    from simulated.plugin import install
-
-    with monkeypatch.context() as patch:
-        machine = install(patch)
+    with simulation() as machine:
         scenario(machine)
         calls = len(machine.log)
         machine.check_end()
     failures = 0
     for nth in range(1, calls + 1, 3):
-        with monkeypatch.context() as patch:
-            machine = install(patch)
+        with simulation() as machine:
             machine.fail(None, nth)
             try:
                 scenario(machine)

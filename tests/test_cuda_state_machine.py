@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from problems import Problem, Recipe, build
-from simulated.plugin import Simulation, install
+from simulated.plugin import Simulation, simulation
 from test_cuda_provider import activations_of, on_device, weights_of, with_rows
 
 from qmoe_ep import CaptureError, CudaError, CudaExecutionProvider, NvrtcError
@@ -57,7 +57,7 @@ class Graph:
 class ProviderMachine(RuleBasedStateMachine):
     """One provider with up to three kernels of the same node, each with a producer of its own."""
 
-    simulation: Simulation | None = None
+    simulation: Simulation | None = None  # None on a real GPU
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,8 +198,8 @@ class ProviderMachine(RuleBasedStateMachine):
 
 
 def test_on_the_simulated_driver() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        ProviderMachine.simulation = install(patch)
+    with simulation() as machine:
+        ProviderMachine.simulation = machine
         try:
             run_state_machine_as_test(
                 ProviderMachine,
@@ -208,8 +208,8 @@ def test_on_the_simulated_driver() -> None:
                 ),
             )
         finally:
-            simulation, ProviderMachine.simulation = ProviderMachine.simulation, None
-        simulation.check_end()
+            ProviderMachine.simulation = None
+        machine.check_end()
 
 
 @pytest.mark.gpu

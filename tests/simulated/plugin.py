@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from .driver import SimulatedDriver
 from .machine import Machine
 from .nvrtc import SimulatedNvrtc
 
-__all__ = ["install", "simulated"]
+__all__ = ["install", "simulated", "simulation"]
 
 
 class Simulation(Machine):
@@ -74,13 +75,20 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Simulation:
     return simulation
 
 
+@contextlib.contextmanager
+def simulation() -> Iterator[Simulation]:
+    """A simulated machine; :meth:`Simulation.check_end` is the caller's to call."""
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            yield install(patch)
+        finally:
+            driver.install(None, None)
+            nvrtc_cache.clear_compiled()
+
+
 @pytest.fixture
-def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulation]:
+def simulated() -> Iterator[Simulation]:
     """A simulated machine; at the end nothing may be left over and no rule may have been broken."""
-    simulation = install(monkeypatch)
-    try:
-        yield simulation
-        simulation.check_end()
-    finally:
-        driver.install(None, None)
-        nvrtc_cache.clear_compiled()
+    with simulation() as machine:
+        yield machine
+        machine.check_end()
