@@ -205,6 +205,48 @@ def test_storages(dtype: np.dtype[Any], raw: bool) -> None:
     np.testing.assert_array_equal(actual, values)
 
 
+def one_tensor(path: Path, tensor: TensorProto) -> LoadedModel:
+    graph = helper.make_graph([], "g", [], [helper.make_tensor_value_info("w", 1, None)], [tensor])
+    return LoadedModel(path, helper.make_model(graph))
+
+
+@pytest.mark.parametrize("external", [True, False])
+def test_four_bit_integers(tmp_path: Path, external: bool) -> None:
+    tensor = helper.make_tensor("w", TensorProto.UINT4, [5], bytes([0x21, 0x43, 0x05]), raw=True)
+    if external:
+        (tmp_path / "w.bin").write_bytes(bytes(4) + tensor.raw_data)
+        tensor.ClearField("raw_data")
+        tensor.data_location = TensorProto.EXTERNAL
+        for key, text in (("location", "w.bin"), ("offset", "4")):
+            tensor.external_data.add(key=key, value=text)
+    actual = one_tensor(tmp_path / "model.onnx", tensor).tensor("w")
+    assert actual.astype(np.int64).tolist() == [1, 2, 3, 4, 5]
+
+
+def test_empty_external_tensor(tmp_path: Path) -> None:
+    tensor = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[0, 4], data_location=TensorProto.EXTERNAL)
+    tensor.external_data.add(key="location", value="w.bin")
+    (tmp_path / "w.bin").write_bytes(b"")
+    assert one_tensor(tmp_path / "model.onnx", tensor).tensor("w").shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (TensorProto(name="w", data_type=TensorProto.STRING, dims=[1], data_location=TensorProto.EXTERNAL), "external"),
+        (TensorProto(name="w", data_type=99, dims=[1], raw_data=b"1"), "element type 99"),
+        (TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[3], float_data=[1, 2]), "can't be read"),
+        (TensorProto(name="w", data_type=TensorProto.BFLOAT16, dims=[3], int32_data=[1, 2]), "takes 3 elements"),
+    ],
+)
+def test_tensors_that_cant_be_read(tmp_path: Path, tensor: TensorProto, words: str) -> None:
+    model = one_tensor(tmp_path / "model.onnx", tensor)
+    with pytest.raises(QMoEError, match=words):
+        model.tensor("w")
+    with pytest.raises(QMoEError, match="no initializer is named 'v'"):
+        model.tensor("v")
+
+
 # --- bad files -------------------------------------------------------------------------------------
 
 
@@ -338,6 +380,32 @@ def test_node_in_a_subgraph_shares_weights(provider: qmoe_ep.CpuExecutionProvide
         results = session.run({node.input[0]: x, node.input[1]: logits, "which": np.array(which)})
         problem.check(results["chosen"])
         np.testing.assert_array_equal(results["chosen"], results["output"])
+
+
+def test_external_values_in_nodes_and_subgraphs(tmp_path: Path, provider: qmoe_ep.CpuExecutionProvider) -> None:
+    def external(name: str, number: float) -> TensorProto:
+        (tmp_path / name).write_bytes(np.float32(number).tobytes())
+        tensor = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=[1], data_location=TensorProto.EXTERNAL)
+        tensor.external_data.add(key="location", value=name)
+        return tensor
+
+    x = np.ones(1, np.float32)
+    branches = {
+        branch: helper.make_graph(
+            [helper.make_node("Mul", ["x", "c"], [branch])], branch, [], [value(branch, x)], [external("c", 2)]
+        )
+        for branch in ("then_branch", "else_branch")
+    }
+    nodes = [
+        helper.make_node("If", ["which"], ["chosen"], **branches),
+        helper.make_node("Constant", [], ["d"], value=external("d", 5)),
+        helper.make_node("Add", ["chosen", "d"], ["y"]),
+    ]
+    inputs = [value("x", x), helper.make_tensor_value_info("which", TensorProto.BOOL, [])]
+    graph = helper.make_graph(nodes, "g", inputs, [value("y", x)])
+    path = tmp_path / "model.onnx"
+    path.write_bytes(helper.make_model(graph, opset_imports=OPSETS).SerializeToString())
+    assert run_model(path, {"x": x, "which": np.array(True)}, provider)["y"].tolist() == [7]
 
 
 def test_node_in_a_function_takes_the_attributes_of_the_call(

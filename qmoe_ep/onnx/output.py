@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -81,12 +81,10 @@ class ModelWriter:
         return offset, flat.size
 
     def _open(self) -> IO[bytes]:
-        number, name = tempfile.mkstemp(prefix=f".{self._target.name}.", suffix=".part", dir=self._target.parent)
-        self._temporary.append(Path(name))
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        return os.fdopen(number, "wb")
+        path = self._target.with_name(f".{self._target.name}.{secrets.token_hex(8)}.part")
+        file = path.open("xb")
+        self._temporary.append(path)
+        return file
 
     def commit(self, proto: onnx.ModelProto) -> None:
         """Write the model and give both files their names.
