@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from qmoe_ep.cpu.provider import CpuExecutionProvider
     from qmoe_ep.cuda.provider import CudaExecutionProvider
     from qmoe_ep.errors import CaptureError, CudaError, NvrtcError, QMoEError, TelemetryUnsupported
+    from qmoe_ep.offload import OffloadStats, offload_stats, reset_offload_stats
     from qmoe_ep.operator import QMoENode, unsupported_reason
     from qmoe_ep.quantization import (
         QuantizedExperts,
@@ -31,6 +32,7 @@ _MODULES = {
     "qmoe_ep.cpu.provider": ("CpuExecutionProvider",),
     "qmoe_ep.cuda.provider": ("CudaExecutionProvider",),
     "qmoe_ep.errors": ("CaptureError", "CudaError", "NvrtcError", "QMoEError", "TelemetryUnsupported"),
+    "qmoe_ep.offload": ("OffloadStats", "offload_stats", "reset_offload_stats"),
     "qmoe_ep.operator": ("QMoENode", "unsupported_reason"),
     "qmoe_ep.quantization": (
         "QuantizedExperts",
@@ -53,6 +55,7 @@ __all__ = [
     "ExpertMatrix",
     "Experts",
     "NvrtcError",
+    "OffloadStats",
     "OperandType",
     "QMoEError",
     "QMoENode",
@@ -63,10 +66,12 @@ __all__ = [
     "__version__",
     "dequantize_experts",
     "describe_call",
+    "offload_stats",
     "onnx",
     "quantize_experts",
     "raw_to_sm80",
     "reference",
+    "reset_offload_stats",
     "sm80_to_raw",
     "unsupported_reason",
 ]

@@ -1,77 +1,247 @@
-"""Where a CPU kernel gets its experts from, expanded to float32 and ready to multiply with."""
+"""Where a CPU kernel gets its experts from: arrays of the process, or slices of mapped files."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import contextlib
+import threading
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from qmoe_ep.operator import MATRIX_INPUTS
-from qmoe_ep.quantization import dequantize_matrix
+from qmoe_ep import offload
+from qmoe_ep.cpu.expert_cache import ExpertCache
+from qmoe_ep.cpu.mapped import MappedTensor, open_tensor
+from qmoe_ep.cpu.products import Expanded, ExpertWeights, Packed, aligned_empty
+from qmoe_ep.offload import LayerFigures, OffloadStats, UseCounters
+from qmoe_ep.operator import INPUT_NAMES, MATRIX_INPUTS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from qmoe_ep.call import CallDescription, ExpertMatrix
+    from qmoe_ep.call import ExpertMatrix, Experts
+    from qmoe_ep.cpu.products import Floats, Products
 
-__all__ = ["ExpertWeights", "Linear", "ResidentExperts"]
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """One expanded matrix float32 [out, in] with its bias float32 [out]."""
-
-    weights: NDArray[np.float32]
-    bias: NDArray[np.float32] | None
-
-    def __call__(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
-        """W·x + b of float32 rows [tokens, in]."""
-        y: NDArray[np.float32] = x @ self.weights.T
-        if self.bias is not None:
-            y += self.bias
-        return y
+__all__ = ["ExpertSource", "PagedExperts", "Pager", "ResidentExperts", "open_pages", "with_raw_layout"]
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """One expert, expanded."""
+class ExpertSource(Protocol):
+    """Hands out the experts of one call.
 
-    fc1: Linear
-    fc2: Linear
-    fc3: Linear | None
+    Attributes
+    ----------
+    one_by_one : whether only one expert may be in use at a time
+    """
+
+    @property
+    def one_by_one(self) -> bool: ...
+
+    def execution(self, experts: Sequence[int], routes: int) -> contextlib.AbstractContextManager[None]:
+        """Surround a call that uses ``experts``, distinct ones in order of use, for ``routes`` routes."""
+
+    def use(self, expert: int) -> contextlib.AbstractContextManager[ExpertWeights]:
+        """One expert's weights, valid inside the ``with`` block."""
 
 
 class ResidentExperts:
-    """Experts whose packed tensors are arrays of the process, expanded anew for each call that selects them."""
+    """Experts whose packed tensors are arrays of the process.
 
-    def __init__(self, call: CallDescription, operands: Sequence[Any]) -> None:
-        self._experts = call.experts
+    Parameters
+    ----------
+    experts : their description; layouts as the operands are
+    operands : of the call, in ONNX order
+    takes_packed : whether they can be multiplied with as they are
+    """
+
+    def __init__(self, experts: Experts, operands: Sequence[Any], takes_packed: bool) -> None:
+        self._experts = experts
         self._operands = operands
+        self.one_by_one = not takes_packed
 
-    def load(self, expert: int) -> ExpertWeights:
-        """Expand expert number ``expert``."""
+    def execution(self, experts: Sequence[int], routes: int) -> contextlib.AbstractContextManager[None]:
+        """Nothing to prepare."""
+        return contextlib.nullcontext()
+
+    def use(self, expert: int) -> contextlib.AbstractContextManager[ExpertWeights]:
+        """Views of one expert's operands."""
         fc3 = self._experts.fc3
-        return ExpertWeights(
-            fc1=self._expand(self._experts.fc1, expert),
-            fc2=self._expand(self._experts.fc2, expert),
-            fc3=None if fc3 is None else self._expand(fc3, expert),
+        return contextlib.nullcontext(
+            ExpertWeights(
+                fc1=self._packed(self._experts.fc1, expert),
+                fc2=self._packed(self._experts.fc2, expert),
+                fc3=None if fc3 is None else self._packed(fc3, expert),
+            )
         )
 
-    def _expand(self, matrix: ExpertMatrix, expert: int) -> Linear:
+    def _packed(self, matrix: ExpertMatrix, expert: int) -> Packed:
         own: list[Any] = [
             None if self._operands[i] is None else self._operands[i][expert] for i in MATRIX_INPUTS[matrix.name]
         ]
-        packed, scales, bias, zero_points = own
-        weights = dequantize_matrix(
-            packed,
-            scales,
-            zero_points,
-            bits=matrix.bits,
-            block_size=matrix.block_size,
-            in_features=matrix.in_features,
-            layout=matrix.layout,
+        weights, scales, bias, zero_points = own
+        return Packed(matrix, weights, scales, zero_points, bias)
+
+
+# --- paging ----------------------------------------------------------------------------------------
+
+
+class Pager:
+    """What the paged kernels of one provider share: the host cache, memory to expand into, figures.
+
+    Parameters
+    ----------
+    budget : bytes of float32 that the host cache may hold
+
+    Attributes
+    ----------
+    turn : held during a paged call, so that calls of several threads don't each expand an expert at the same time
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.turn = threading.Lock()
+        self.cache: ExpertCache[ExpertWeights] = ExpertCache(budget)
+        self.counters = UseCounters()
+        self._scratch: dict[str, NDArray[np.uint8]] = {}
+        offload.register(self)
+
+    def scratch(self, slot: str, nbytes: int) -> NDArray[np.uint8]:
+        """Reusable memory, uint8 [nbytes]; its contents are those of the last use. To be used in one's turn."""
+        memory = self._scratch.get(slot)
+        if memory is None or memory.size < nbytes:
+            self._scratch.pop(slot, None)
+            memory = self._scratch[slot] = aligned_empty(nbytes)
+        return memory[:nbytes]
+
+    def stats(self) -> OffloadStats:
+        """Figures of the provider."""
+        return self.counters.stats(self.cache.figures())
+
+    def reset_stats(self) -> None:
+        """Set counters to zero."""
+        self.counters.reset()
+        self.cache.reset_figures()
+
+    def close(self) -> None:
+        """Give memory back and leave the process-wide figures."""
+        offload.unregister(self)
+        self.cache.budget = 0
+        self.cache.clear()
+        with self.turn:
+            self._scratch.clear()
+
+
+def open_pages(initializers: Mapping[int, NDArray[Any]]) -> dict[int, MappedTensor] | str:
+    """Open the files behind all weights, scales and zero points, or say why a node's experts can't be paged.
+
+    Raises
+    ------
+    QMoEError
+        If a file is shorter than its tensor, or isn't the one that was mapped.
+    """
+    tensors: dict[int, MappedTensor] = {}
+    for weights, scales, _, zero_points in MATRIX_INPUTS.values():
+        for index in (weights, scales, zero_points):
+            if index not in initializers:
+                continue
+            tensor = open_tensor(INPUT_NAMES[index], initializers[index])
+            if isinstance(tensor, str):
+                return tensor
+            tensors[index] = tensor
+    return tensors
+
+
+class PagedExperts:
+    """Experts that are read from mapped files when they are selected, expanded, used and released.
+
+    Parameters
+    ----------
+    layer : the embedder's number of the node
+    tensors : weights, scales and zero points by input index
+    biases : by input index; they are small and stay resident
+    """
+
+    one_by_one = True
+
+    def __init__(
+        self,
+        pager: Pager,
+        products: Products,
+        layer: int,
+        experts: Experts,
+        tensors: Mapping[int, MappedTensor],
+        biases: Mapping[int, NDArray[Any]],
+    ) -> None:
+        self._pager, self._products, self._layer = pager, products, layer
+        self._experts, self._tensors, self._biases = experts, tensors, biases
+        self._files = {tensor.file: tensor.name for tensor in tensors.values()}
+        identities = tuple(tensor.identity for _, tensor in sorted(tensors.items()))
+        self._key = (products.name, layer, experts.matrices, identities)
+        self._following: dict[int, int] = {}
+
+    @property
+    def expanded_bytes(self) -> int:
+        """Bytes of one expert in float32."""
+        return sum(4 * m.out_features * m.in_features for m in self._experts.matrices)
+
+    @contextlib.contextmanager
+    def execution(self, experts: Sequence[int], routes: int) -> Iterator[None]:
+        """Take a turn, make sure that the files are still what was opened, and count the call if it succeeds.
+
+        Raises
+        ------
+        QMoEError
+            If a file was changed, truncated or replaced.
+        """
+        with self._pager.turn:
+            for file, name in self._files.items():
+                file.check(name)
+            self._following = dict(pairwise(experts))
+            yield
+            used = LayerFigures(executions=1, active_experts=routes, unique_experts=len(experts))
+            self._pager.counters.add(self._layer, used)
+
+    def use(self, expert: int) -> contextlib.AbstractContextManager[ExpertWeights]:
+        """One expert, expanded; the next one's bytes are asked for meanwhile."""
+        following = self._following.get(expert)
+        if following is not None and (*self._key, following) not in self._pager.cache:
+            for tensor in self._tensors.values():
+                tensor.read_ahead(following)
+        key = (*self._key, expert)
+        return self._pager.cache.lease(key, self.expanded_bytes, lambda keep: self._load(expert, keep))
+
+    def _load(self, expert: int, keep: bool) -> ExpertWeights:
+        fc3 = self._experts.fc3
+        return ExpertWeights(
+            fc1=self._expand(self._experts.fc1, expert, keep),
+            fc2=self._expand(self._experts.fc2, expert, keep),
+            fc3=None if fc3 is None else self._expand(fc3, expert, keep),
         )
-        return Linear(weights, None if bias is None else bias.astype(np.float32))
+
+    def _expand(self, matrix: ExpertMatrix, expert: int, keep: bool) -> Expanded:
+        weights, scales, bias, zero_points = MATRIX_INPUTS[matrix.name]
+        own = self._biases.get(bias)
+        packed = Packed(
+            matrix,
+            self._read(weights, expert),
+            self._read(scales, expert),
+            self._read(zero_points, expert) if zero_points in self._tensors else None,
+            None if own is None else own[expert],
+        )
+        nbytes = 4 * matrix.out_features * matrix.in_features
+        memory = aligned_empty(nbytes) if keep else self._pager.scratch(matrix.name, nbytes)
+        out: Floats = memory.view(np.float32).reshape(matrix.out_features, matrix.in_features)
+        return self._products.expand(packed, out)
+
+    def _read(self, index: int, expert: int) -> NDArray[Any]:
+        tensor = self._tensors[index]
+        array = tensor.read(expert, self._pager.scratch(INPUT_NAMES[index], tensor.expert_bytes))
+        self._pager.counters.add(self._layer, LayerFigures(bytes_read=tensor.expert_bytes))
+        return array
+
+
+def with_raw_layout(experts: Experts) -> Experts:
+    """The same experts after a conversion of their weights to the raw layout."""
+    fc3 = None if experts.fc3 is None else replace(experts.fc3, layout="raw")
+    return replace(experts, fc1=replace(experts.fc1, layout="raw"), fc2=replace(experts.fc2, layout="raw"), fc3=fc3)

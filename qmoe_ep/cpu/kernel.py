@@ -1,36 +1,50 @@
 """One QMoE node on the CPU.
 
-Routes of all rows are computed first. Tokens are grouped by expert; each selected expert is expanded
-once per call, its tokens run as one matrix product, and the results land in a table with one line per
-route, which is summed per row in slot order. So the result doesn't depend on how tokens are grouped.
+Routes of all rows are computed first and sorted by expert; each selected expert is visited once per call for all its
+tokens, and the results land in a table with one line per route, which is summed per row in slot order. So the result
+doesn't depend on how tokens are grouped.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from qmoe_ep.activation import activate
 from qmoe_ep.call import CallDescription, check_constants, describe_call, merge_operands
-from qmoe_ep.cpu.experts import ExpertWeights, ResidentExperts
+from qmoe_ep.cpu.experts import ExpertSource, PagedExperts, ResidentExperts, open_pages, with_raw_layout
+from qmoe_ep.cpu.mapped import read_whole
+from qmoe_ep.cpu.products import Product, aligned_empty
 from qmoe_ep.errors import QMoEError
-from qmoe_ep.operator import INPUT_NAMES, ROUTER_WEIGHTS, Layout, QMoENode, check_claim
+from qmoe_ep.operator import INPUT_NAMES, MATRIX_INPUTS, ROUTER_WEIGHTS, Layout, QMoENode, resolve_layout
+from qmoe_ep.quantization import sm80_to_raw
 from qmoe_ep.routing import route
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from qmoe_ep.call import Experts
+    from qmoe_ep.cpu.experts import Pager
+    from qmoe_ep.cpu.products import ExpertWeights, Floats, Products
     from qmoe_ep.telemetry import RouteTelemetry
 
 __all__ = ["CpuKernel"]
 
 Signature: TypeAlias = tuple[tuple[tuple[int, ...], Any] | None, ...]
 _MAX_SIGNATURES = 64
+_BATCH_BYTES = 64 << 20
+"""What the rows between FC1 and FC2 of several experts that are computed together may take."""
+
+_log = logging.getLogger("qmoe_ep")
 
 
 class CpuKernel:
@@ -40,8 +54,7 @@ class CpuKernel:
 
     Attributes
     ----------
-    node, node_id : what it executes, and the embedder's number for it
-    telemetry : the route telemetry producer, which successful calls are counted by; None without
+    telemetry : its producer of route telemetry, None where the provider has it off
     """
 
     def __init__(
@@ -49,17 +62,60 @@ class CpuKernel:
         node: QMoENode,
         node_id: int,
         initializers: Mapping[int, NDArray[Any]],
+        *,
         weights_layout: Layout | None,
+        products: Products,
+        pager: Pager | None,
+        telemetry: RouteTelemetry | None,
     ) -> None:
-        check_claim(node, weights_layout)
-        check_constants(node, initializers, weights_layout=weights_layout)
+        experts = check_constants(node, initializers, weights_layout=weights_layout)
         self.node = node
         self.node_id = node_id
         self.weights_layout = weights_layout
-        self.telemetry: RouteTelemetry | None = None
-        self._constants = dict(initializers)
+        self.telemetry = telemetry
+        self._products = products
+        self._paged = None if pager is None else self._open_pages(pager, experts, initializers)
+        self._constants = self._keep(initializers)
+        self._raw = self._convert_layout() if experts is not None and self._paged is None else {}
         self._calls: OrderedDict[Signature, CallDescription] = OrderedDict()
         self._lock = threading.Lock()
+
+    @property
+    def paged(self) -> bool:
+        """Whether experts are read from their files when they are selected."""
+        return self._paged is not None
+
+    def _open_pages(
+        self, pager: Pager, experts: Experts | None, initializers: Mapping[int, NDArray[Any]]
+    ) -> PagedExperts | None:
+        reason: object = "its experts aren't all initializers"
+        if experts is not None:
+            tensors = open_pages(initializers)
+            if isinstance(tensors, dict):
+                biases = {m[2]: initializers[m[2]] for m in MATRIX_INPUTS.values() if m[2] in initializers}
+                biases = {index: read_whole(INPUT_NAMES[index], array) for index, array in biases.items()}
+                return PagedExperts(pager, self._products, self.node_id, experts, tensors, biases)
+            reason = tensors
+        _log.warning("node %s keeps its experts in memory in spite of weight offload: %s", self.node_id, reason)
+        return None
+
+    def _keep(self, initializers: Mapping[int, NDArray[Any]]) -> dict[int, NDArray[Any]]:
+        """Initializers to hold: resident ones, and mapped ones that are only paged."""
+        paged = {i for m in MATRIX_INPUTS.values() for i in (m[0], m[1], m[3])} if self._paged is not None else set()
+        return {i: a if i in paged else read_whole(INPUT_NAMES[i], a) for i, a in initializers.items()}
+
+    def _convert_layout(self) -> dict[int, NDArray[np.uint8]]:
+        """Weights in the raw layout by input index, where they are held in another one; those are let go of."""
+        if resolve_layout(self.node, self.weights_layout) == "raw":
+            return {}
+        converted = {}
+        for name, (index, *_) in MATRIX_INPUTS.items():
+            if index in self._constants:
+                packed = self._constants[index]
+                converted[index] = sm80_to_raw(packed, bits=self.node.bits(name))
+                # Shape and dtype are all that is asked of it from now on.
+                self._constants[index] = np.broadcast_to(np.uint8(0), packed.shape)
+        return converted
 
     def __call__(self, *inputs: NDArray[Any] | None) -> NDArray[Any]:
         """Execute and return a new output array; operands as in :meth:`execute`."""
@@ -114,10 +170,17 @@ class CpuKernel:
             self._calls.popitem(last=False)
         return call
 
-    def _compute(
-        self, call: CallDescription, operands: Sequence[Any], rows: int
-    ) -> tuple[NDArray[np.float32], NDArray[Any]]:
-        """Of the first ``rows`` rows: the output, float32 [rows, H], and the selected experts, integers [rows, k]."""
+    def _source(self, call: CallDescription, operands: Sequence[Any]) -> ExpertSource:
+        if self._paged is not None:
+            return self._paged
+        experts = call.experts
+        if self._raw:
+            experts = with_raw_layout(experts)
+            operands = [self._raw.get(i, operand) for i, operand in enumerate(operands)]
+        return ResidentExperts(experts, operands, self._products.takes_packed)
+
+    def _compute(self, call: CallDescription, operands: Sequence[Any], rows: int) -> tuple[Floats, NDArray[np.int32]]:
+        """Float32 [rows, H] of the first ``rows`` rows, and the experts that they select, int32 [rows, k]."""
         experts = call.experts
         x = operands[0].reshape(call.rows, experts.hidden_size)[:rows].astype(np.float32)
         router_weights = operands[ROUTER_WEIGHTS]
@@ -127,29 +190,95 @@ class CpuKernel:
             top_k=call.top_k,
             normalize=bool(self.node.normalize_routing_weights),
         )
-        source = ResidentExperts(call, operands)
-        contributions = np.empty((rows, call.top_k, experts.hidden_size), np.float32)
-        with np.errstate(all="ignore"):
-            for expert in np.unique(chosen):
-                tokens, slots = np.nonzero(chosen == expert)
-                contributions[tokens, slots] = _run_expert(call, source.load(int(expert)), x[tokens])
+        routes = _Routes.by_expert(chosen)
+        source = self._source(call, operands)
+        contributions = _rows(routes.count, experts.hidden_size)
+        with np.errstate(all="ignore"), source.execution(routes.experts, routes.count):
+            for batch in routes.batches(1 if source.one_by_one else _routes_at_once(call)):
+                with ExitStack() as held:
+                    used = [held.enter_context(source.use(expert)) for expert in batch.experts]
+                    part = slice(batch.bounds[0], batch.bounds[-1])
+                    _run_experts(call, self._products, used, batch, x[batch.rows], contributions[part])
             output = np.zeros((rows, experts.hidden_size), np.float32)
             for slot in range(call.top_k):
-                output += weights[:, slot, None].astype(np.float32) * contributions[:, slot]
+                output += weights[:, slot, None].astype(np.float32) * contributions[routes.places[:, slot]]
         return output, chosen
 
 
-def _run_expert(call: CallDescription, expert: ExpertWeights, x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """W2·activation(W1·x + b1) + b2 of one expert for its tokens, float32 [tokens, H]."""
-    fc1 = expert.fc1(x)
+@dataclass(frozen=True, slots=True)
+class _Routes:
+    """Routes sorted by expert, those of one expert by row.
+
+    Attributes
+    ----------
+    experts : distinct, ascending
+    bounds : where each expert's routes begin, and the end of the last one's
+    rows : integers [routes], the row of each
+    places : integers [rows, k], where each row's routes are; of the whole call
+    """
+
+    experts: list[int]
+    bounds: list[int]
+    rows: NDArray[np.int64]
+    places: NDArray[np.int64]
+
+    @classmethod
+    def by_expert(cls, chosen: NDArray[np.int32]) -> _Routes:
+        order = np.argsort(chosen, axis=None, kind="stable")
+        places = np.empty(order.size, np.int64)
+        places[order] = np.arange(order.size)
+        experts, starts = np.unique(chosen.reshape(-1)[order], return_index=True)
+        bounds = [*starts.tolist(), order.size]
+        return cls(experts.tolist(), bounds, order // chosen.shape[1], places.reshape(chosen.shape))
+
+    @property
+    def count(self) -> int:
+        return self.bounds[-1] - self.bounds[0]
+
+    def batches(self, most: int) -> Iterator[_Routes]:
+        """Consecutive experts with up to ``most`` routes together, or one with more."""
+        first = 0
+        for last in range(1, len(self.experts) + 1):
+            if last == len(self.experts) or self.bounds[last + 1] - self.bounds[first] > most:
+                bounds = self.bounds[first : last + 1]
+                rows = self.rows[bounds[0] : bounds[-1]]
+                yield _Routes(self.experts[first:last], bounds, rows, self.places)
+                first = last
+
+
+def _rows(count: int, features: int) -> Floats:
+    """Undefined rows, float32 [count, features]."""
+    rows: Floats = aligned_empty(4 * count * features).view(np.float32).reshape(count, features)
+    return rows
+
+
+def _routes_at_once(call: CallDescription) -> int:
+    experts = call.experts
+    between = experts.fc1.out_features + (0 if experts.fc3 is None else experts.inter_size) + experts.inter_size
+    return max(1, _BATCH_BYTES // (4 * between))
+
+
+def _run_experts(
+    call: CallDescription, products: Products, used: Sequence[ExpertWeights], batch: _Routes, x: Floats, out: Floats
+) -> None:
+    """W2·activation(W1·x + b1) + b2 of each expert for its rows of x [tokens, H], written to out [tokens, H]."""
+    experts = call.experts
+    parts = [slice(low - batch.bounds[0], high - batch.bounds[0]) for low, high in pairwise(batch.bounds)]
+    fc1 = _rows(x.shape[0], experts.fc1.out_features)
+    work = [Product(expert.fc1, x[part], fc1[part]) for expert, part in zip(used, parts, strict=True)]
     gate, up = fc1, None
-    if call.experts.gating == "interleaved":
+    if experts.gating == "interleaved":
         gate, up = fc1[:, 0::2], fc1[:, 1::2]
-    elif call.experts.gating == "halves":
-        gate, up = fc1[:, : call.experts.inter_size], fc1[:, call.experts.inter_size :]
-    elif expert.fc3 is not None:
-        up = expert.fc3(x)
-    return expert.fc2(activate(call.node, gate, up))
+    elif experts.gating == "halves":
+        gate, up = fc1[:, : experts.inter_size], fc1[:, experts.inter_size :]
+    elif experts.fc3 is not None:
+        up = _rows(x.shape[0], experts.inter_size)
+        for expert, part in zip(used, parts, strict=True):
+            if expert.fc3 is not None:
+                work.append(Product(expert.fc3, x[part], up[part]))
+    products.run(work)
+    activated = activate(call.node, gate, up)
+    products.run([Product(expert.fc2, activated[part], out[part]) for expert, part in zip(used, parts, strict=True)])
 
 
 def _check_arrays(inputs: Sequence[object]) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
+from qmoe_ep.cpu.experts import Pager
 from qmoe_ep.cpu.kernel import CpuKernel
-from qmoe_ep.operator import Layout, QMoENode, unsupported_reason
+from qmoe_ep.cpu.products import NumpyProducts, Products
+from qmoe_ep.errors import QMoEError
+from qmoe_ep.operator import Layout, QMoENode, check_claim, unsupported_reason
 from qmoe_ep.telemetry import TelemetryRegistry, host_memory
 
 if TYPE_CHECKING:
@@ -14,6 +18,8 @@ if TYPE_CHECKING:
 
     import onnx
     from numpy.typing import NDArray
+
+    from qmoe_ep.offload import OffloadStats
 
 __all__ = ["CpuExecutionProvider"]
 
@@ -24,20 +30,30 @@ class CpuExecutionProvider:
     Parameters
     ----------
     weight_offload : page experts from mapped external data instead of holding whole tensors
-    host_cache_bytes : budget of expanded experts kept in memory, in bytes of float32
+        (``QMOE_EP_WEIGHT_OFFLOAD=1`` does the same)
+    host_cache_bytes : with weight offload, budget of expanded experts kept in memory, in bytes of float32
+        (``QMOE_EP_HOST_CACHE_BYTES`` overrides it)
     route_telemetry : hand out telemetry producers
 
-    Attributes
-    ----------
-    telemetry : the producers of all executors
+    Raises
+    ------
+    QMoEError
+        If a budget isn't a number of bytes.
     """
 
     name = "cpu"
 
-    def __init__(self, weight_offload: bool = False, host_cache_bytes: int = 0, route_telemetry: bool = True) -> None:
-        self.weight_offload = weight_offload
-        self.host_cache_bytes = host_cache_bytes
+    def __init__(
+        self,
+        weight_offload: bool = False,
+        host_cache_bytes: int = 0,
+        route_telemetry: bool = True,
+    ) -> None:
+        self.weight_offload = weight_offload or os.environ.get("QMOE_EP_WEIGHT_OFFLOAD", "0") not in ("", "0")
+        self._budget = _cache_budget(host_cache_bytes)
         self.telemetry = TelemetryRegistry(host_memory(), enabled=route_telemetry)
+        self._products: Products = NumpyProducts()
+        self._pager = Pager(self._budget) if self.weight_offload else None
 
     def unsupported_reason(self, node: QMoENode | onnx.NodeProto, weights_layout: Layout | None = None) -> str | None:
         """Why this provider declines a node, or ``None``."""
@@ -56,20 +72,53 @@ class CpuExecutionProvider:
         ----------
         node : attributes, or a node of an ONNX model
         node_id : the embedder's number for it, used in telemetry and figures
-        initializers : constant operands by input index; calls pass ``None`` for them
+        initializers : constant operands by input index; calls pass ``None`` for them. Slices of a ``np.memmap``
+            are paged with weight offload, else read here
         weights_layout : override of what ``weights_prepacked`` says, "raw" or "sm80"
 
         Raises
         ------
         QMoEError
-            If the node is declined (with the sentence of :meth:`unsupported_reason`) or an
-            initializer doesn't fit.
+            If the node is declined (with the sentence of :meth:`unsupported_reason`), an
+            initializer doesn't fit, or a mapped file is shorter than its tensor or another one by now.
         """
         if not isinstance(node, QMoENode):
             node = QMoENode.from_onnx(node)
-        kernel = CpuKernel(node, node_id, dict(initializers or {}), weights_layout)
-        kernel.telemetry = self.telemetry.producer(node_id, int(node.k))
-        return kernel
+        check_claim(node, weights_layout)
+        return CpuKernel(
+            node,
+            node_id,
+            dict(initializers or {}),
+            weights_layout=weights_layout,
+            products=self._products,
+            pager=self._pager,
+            telemetry=self.telemetry.producer(node_id, int(node.k)),
+        )
+
+    # --- paging ------------------------------------------------------------------------------------
+
+    @property
+    def host_cache_bytes(self) -> int:
+        """Budget of the host cache; without weight offload it has no effect."""
+        return self._budget if self._pager is None else self._pager.cache.budget
+
+    def resize_host_cache(self, nbytes: int) -> None:
+        """Set the budget of the host cache and bring it down to that at once.
+
+        Raises
+        ------
+        QMoEError
+            If experts in use hold more than that: then nothing changes. Or without weight offload.
+        """
+        if self._pager is None:
+            raise QMoEError("host cache: this provider has none; create it with weight_offload=True")
+        self._pager.cache.resize(nbytes)
+
+    def offload_stats(self) -> OffloadStats | None:
+        """Figures of this provider's paging; None without weight offload."""
+        return None if self._pager is None else self._pager.stats()
+
+    # --- executors ---------------------------------------------------------------------------------
 
     def executor_scope(self, executor: int, generation: int) -> AbstractContextManager[None]:
         """Create and run kernels under an executor's generation, exclusively; see the telemetry registry."""
@@ -80,5 +129,23 @@ class CpuExecutionProvider:
         self.telemetry.retire_scope(executor, generation, cleanup or (lambda _: None))
 
     def close(self) -> None:
-        """Let go of everything; safe to call again."""
+        """Let go of the host cache and all producers; safe to call again. Kernels that are held stay usable."""
         self.telemetry.clear()
+        if self._pager is not None:
+            self._pager.close()
+
+    def __enter__(self) -> CpuExecutionProvider:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _cache_budget(argument: int) -> int:
+    text = os.environ.get("QMOE_EP_HOST_CACHE_BYTES", "")
+    if text and not (text.isascii() and text.isdigit()):
+        raise QMoEError(f"QMOE_EP_HOST_CACHE_BYTES: expected a number of bytes, got {text!r}")
+    budget = int(text) if text else argument
+    if not isinstance(budget, int) or budget < 0:
+        raise QMoEError(f"host_cache_bytes: expected a number of bytes of at least 0, got {argument!r}")
+    return budget
