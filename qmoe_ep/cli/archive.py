@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import struct
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -157,14 +157,13 @@ class ArrayArchive:
 def write_archive(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]]) -> None:
     """Write arrays as an ``.npz`` file, completely or not at all; types that NumPy lacks go as their bits."""
     target = Path(path)
-    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w") as archive:
             for name, array in arrays.items():
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, _storable(array), allow_pickle=False)
-        # mkstemp makes files that only their owner reads; a result is an ordinary file.
-        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)
@@ -176,9 +175,3 @@ def _storable(array: NDArray[Any]) -> NDArray[Any]:
     if array.dtype.isbuiltin == 1:
         return array
     return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
