@@ -105,7 +105,7 @@ class RouteTelemetryConfig:
     def empty_record(self, epoch: int, recording: bool) -> NDArray[np.uint8]:
         """The header and zero counters of a window that begins: uint8 [counters_bytes]. The ring needs no value."""
         record = np.zeros(self.counters_bytes, np.uint8)
-        header = RouteRecordHeader.from_buffer(record)
+        header = RouteRecordHeader.from_buffer(record.data)
         header.recording, header.mode, header.epoch = recording, _MODES.index(self.mode), epoch
         header.num_experts, header.routes_per_row = self.num_experts, self.routes_per_row
         header.trace_rows = self.trace_rows if self.mode == "trace" else 0
@@ -125,7 +125,7 @@ class RecordView:
     """
 
     def __init__(self, record: NDArray[np.uint8]) -> None:
-        self.header = RouteRecordHeader.from_buffer(record)
+        self.header = RouteRecordHeader.from_buffer(record.data)
         header = self.header
         self.config = RouteTelemetryConfig(
             header.num_experts, header.routes_per_row, _MODES[header.mode], max(header.trace_rows, 1)
@@ -150,7 +150,8 @@ class RecordView:
         """The rows that the ring holds, oldest first: int32 [n, k]."""
         header = self.header
         places = (header.trace_next - header.trace_held + np.arange(header.trace_held)) % max(header.trace_rows, 1)
-        return self.ring[places]
+        rows: NDArray[np.int32] = self.ring[places]
+        return rows
 
 
 def record_routes(record: NDArray[np.uint8], selected: NDArray[Any], num_experts: int) -> None:

@@ -239,7 +239,5 @@ def describe(value: onnx.ValueInfoProto) -> Value:
     tensor = value.type.tensor_type
     dims: Dims = None
     if tensor.HasField("shape"):
-        dims = [
-            int(d.dim_value) if d.HasField("dim_value") else (d.dim_param or None) for d in tensor.shape.dim
-        ]
+        dims = [int(d.dim_value) if d.HasField("dim_value") else (d.dim_param or None) for d in tensor.shape.dim]
     return value.name, numpy_dtype(tensor.elem_type), dims
