@@ -175,7 +175,8 @@ class PagedExperts:
     ) -> None:
         self._pager, self._products, self._layer = pager, products, layer
         self._experts, self._tensors, self._biases = experts, tensors, biases
-        self._files = {tensor.file: tensor.name for tensor in tensors.values()}
+        # A file is named together with the first tensor in it.
+        self._files = {tensor.file: tensor.name for _, tensor in sorted(tensors.items(), reverse=True)}
         identities = tuple(tensor.identity for _, tensor in sorted(tensors.items()))
         self._key = (products.name, layer, experts.matrices, identities)
         self._following: dict[int, int] = {}
