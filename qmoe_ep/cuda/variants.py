@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from qmoe_ep.kernels import portable
+from qmoe_ep.kernels import decode, portable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,4 +38,6 @@ def choose_plan(
     only_portable: bool = False,
 ) -> Plan:
     """The plan of the fastest family that serves a call; the portable one serves all."""
+    if not only_portable and (plan := decode.plan(call, capabilities, alignment)) is not None:
+        return plan
     return portable.plan(call, capabilities, alignment)
