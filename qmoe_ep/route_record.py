@@ -111,6 +111,12 @@ class RouteTelemetryConfig:
         header.trace_rows = self.trace_rows if self.mode == "trace" else 0
         return record
 
+    def new_record(self, epoch: int, recording: bool) -> NDArray[np.uint8]:
+        """:meth:`empty_record` with a ring of zeros: what new memory is filled with, uint8 [record_bytes]."""
+        record = np.zeros(self.record_bytes, np.uint8)
+        record[: self.counters_bytes] = self.empty_record(epoch, recording)
+        return record
+
 
 class RecordView:
     """A record's parts as views of its bytes.

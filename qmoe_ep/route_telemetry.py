@@ -203,7 +203,7 @@ class RouteTelemetry:
             old = state.armed
             record = memory.allocate(config.record_bytes, f"route telemetry of node {self.node}")
             try:
-                memory.write(record, config.empty_record(state.next_epoch, not paused), doing)
+                memory.write(record, config.new_record(state.next_epoch, not paused), doing)
                 if old is not None:
                     memory.drain(doing)
             except BaseException:
