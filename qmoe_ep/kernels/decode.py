@@ -1,10 +1,10 @@
 """The decode kernel family: a row through its experts in two launches, on compute capability 8.0 and newer.
 
 Device code: ``decode.cuh`` (the two kernels) on ``decode_stream.cuh`` (weights through a warp), ``decode_codes.cuh``,
-``decode_activations.cuh`` and ``decode_route.cuh``. Both kernels select the experts themselves. Weights stay in the ONNX
-layout and are read once, dequantized exactly to half integers and multiplied on tensor cores with activations that are
-halves, or two halves where a half can't hold them; sums are float32. :func:`plan` is where a call enters; what is measured is in
-``docs/performance.md``.
+``decode_activations.cuh`` and ``decode_route.cuh``. Both kernels select the experts themselves. Weights stay in the
+ONNX layout and are read once, dequantized exactly to half integers and multiplied on tensor cores with activations
+that are halves, or two halves where a half can't hold them; sums are float32. :func:`plan` is where a call enters;
+what is measured is in ``docs/performance.md``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 // Prefill on Hopper's tensor cores: grouped products of quantized weights and the tokens of each expert.
 //
-// A block multiplies 256 weight rows with up to 128 tokens. Sixteen warps (four warpgroups) hold 16 weight rows each;
-// they read codes and scales straight into registers a step or more ahead, decode them there and hand them to wgmma as
-// its register operand, so that a weight is decoded once per tile of tokens. One lane also feeds the tokens through a
-// ring of shared-memory slots by bulk copies. Blocks are persistent and walk a list of tiles that was made on
-// the device. With many tokens the tensor cores bound it, with few the reading of the weights.
+// A block of two warpgroups multiplies 256 weight rows with up to 128 tokens. Codes are read ahead into shared memory,
+// each lane's to a place of its own, decoded in registers and handed to wgmma as its register operand, so that a weight
+// is decoded once per tile of tokens. One lane also feeds the tokens through a ring of shared-memory slots by bulk
+// copies. Blocks are persistent and walk a list of tiles that was made on the device. With many tokens the tensor cores
+// bound it, with few the reading of the weights.
 
 #pragma once
 
@@ -26,7 +26,7 @@ struct GateUp {
     static constexpr bool kChecked = kSameType<HalfType, Float16>;
 };
 
-// Note what the checked warp saw of two routes' features: whether one is large enough for f16, or small but not zero.
+// Note what the checked band saw of two routes' features: whether one is large enough for f16, or small but not zero.
 __device__ __forceinline__ void note_magnitudes(unsigned char* state, long long image_rows, int present, float first,
                                                 float second) {
 #pragma unroll
@@ -59,12 +59,12 @@ __device__ __forceinline__ float fast_activate(float x) {
     }
 }
 
-// Activate one warp's features of a tile and write them into the image.
+// Activate one band's features of a tile and write them into the image.
 template <class L, int Tokens, class Block>
-__device__ __forceinline__ void store_activated(const GateUpArguments& a, const Work& work, int feature,
+__device__ __forceinline__ void store_activated(const GateUpArguments& a, const Work& work, int feature, int band,
                                                 const float (&lower_terms)[2], const float (&upper_terms)[2],
                                                 const float (&result)[Tokens / 2], const Block& block) {
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+    const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     const long long row = image_row(work.first, work.expert);
     constexpr int kOutputs = L::kGated ? 1 : 2;
 #pragma unroll
@@ -90,40 +90,43 @@ __device__ __forceinline__ void store_activated(const GateUpArguments& a, const 
                     }
                 }
             }
-            if (L::kChecked && warp == kCheckedWarp) {
-                note_magnitudes(a.route_state + row + 8 * j + 2 * c, a.image_rows,
-                                work.count - 8 * j - 2 * c, values[0], values[1]);
+            if (L::kChecked && band == kCheckedBand) {
+                note_magnitudes(a.route_state + row + 8 * j + 2 * c, a.image_rows, work.count - 8 * j - 2 * c,
+                                values[0], values[1]);
             }
             const unsigned pair = transpose_halves(PairMath<typename L::Half>::pack(values[0], values[1]));
-            const long long panel = 2ll * (kOutputs * work.row_tile + half) + warp / 8;
+            const long long panel = 2ll * (kOutputs * work.row_tile + half) + band / 8;
             if (8 * j + g < work.count) {
                 unsigned char* to = a.workspace + (panel * a.image_rows + row + 8 * j + g) * kPanelRowBytes;
-                *reinterpret_cast<unsigned*>(to + ((warp % 8) ^ g) * 16 + c * 4) = pair;
+                *reinterpret_cast<unsigned*>(to + ((band % 8) ^ g) * 16 + c * 4) = pair;
             }
         }
     }
 }
 
-// The weight rows of FC1 that belong to a lane of a warp, and their features.
+// The weight rows of FC1 that belong to a lane, and their features. Its second band has the features after those of
+// the first, one each, because 8 positions of an image make one inner element.
 template <class L>
 struct GateUpRows {
-    int feature;  // of the lower row; at least inter if there is none
-    int lower;
-    int apart;  // from the lower row to the upper one
+    int feature;  // of the first row; at least inter if there is none
+    int first;
+    int upper;  // rows from a lower to the upper row
+    int band;   // rows from band to band
 
-    // The features' order within a tile makes an image position of every (warp, g): see inner_of_position.
+    // The features' order within a tile makes an image position of every (band, g): see inner_of_position.
     __device__ __forceinline__ GateUpRows(int row_tile, int inter) {
-        const int position = threadIdx.x / 32 * 8 + threadIdx.x % 32 / 4;
+        const int position = static_cast<int>(threadIdx.x) / 32 * (8 * kBands) + static_cast<int>(threadIdx.x) % 32 / 4;
         feature = (L::kGated ? 1 : 2) * kStepInner * row_tile + inner_of_position(position);
-        const int own = min(feature, inter - 1);
-        lower = L::kGating == Gating::kInterleaved ? 2 * own : own;
-        if constexpr (L::kGated) {
-            apart = L::kGating == Gating::kInterleaved ? 1 : L::kGating == Gating::kHalves ? inter : 0;
-        } else {
-            apart = feature + kStepInner < inter ? kStepInner : 0;
-        }
+        const int own = min(feature, inter - 2);
+        constexpr bool interleaved = L::kGating == Gating::kInterleaved;
+        first = interleaved ? 2 * own : own;
+        band = interleaved ? 2 : 1;
+        upper = interleaved ? 1 : L::kGating == Gating::kHalves ? inter : L::kGating == Gating::kThird ? 0 : kStepInner;
     }
 
+    __device__ __forceinline__ unsigned present(int inter) const {
+        return feature >= inter ? 0u : L::kGated || feature + kStepInner < inter ? 0xfu : 0x5u;
+    }
 };
 
 // FC1, and FC3, or FC1 again, whose rows are the upper ones.
@@ -147,29 +150,32 @@ template <class L>
 __device__ __forceinline__ void gate_up(const GateUpArguments& a) {
     using W = typename L::Rows;
     using F = typename W::Format;
-    auto block = make_block<W, typename L::Half, !L::kGated>();
-    const int tile_count = *a.tile_count;
+    auto block = make_block<W, typename L::Half>();
     constexpr int kFeatures = (L::kGated ? 1 : 2) * kStepInner;
     const auto rows = [&](const Work& work) {
         const GateUpRows<L> own(work.row_tile, a.inter);
-        RowPair pair = row_pair<F>(lower_matrix<L>(a), upper_matrix<L>(a), work.expert, own.lower, own.apart, a.apart);
-        pair.paired = L::kGated || own.apart;
-        return pair;
+        return lane_rows<F>(lower_matrix<L>(a), upper_matrix<L>(a), work.expert, own.first, own.upper, own.band,
+                            own.present(a.inter), a.apart);
     };
     const auto tile = [&]<int Tokens>(auto& b, bool ahead) {
-        float result[Tokens / 2] = {};
-        b.template multiply_tile<Tokens>(a.hidden, ahead, result);
+        float result[kBands][Tokens / 2];
+        b.template multiply_tile<Tokens>(a.hidden, ahead, a.image_rows, result);
         const Work work = b.work();
         const GateUpRows<L> own(work.row_tile, a.inter);
         const Matrix fc1 = lower_matrix<L>(a), further = upper_matrix<L>(a);
-        const int upper = own.lower + own.apart;
-        const float lower_terms[2] = {row_scale<F>(fc1, work.expert, own.lower),
-                                      load_bias<F>(fc1, work.expert, own.lower)};
-        const float upper_terms[2] = {row_scale<F>(further, work.expert, upper),
-                                      load_bias<typename L::UpperFormat>(further, work.expert, upper)};
-        store_activated<L, Tokens>(a, work, own.feature, lower_terms, upper_terms, result, b);
+#pragma unroll
+        for (int band = 0; band < kBands; ++band) {
+            const int lower = own.first + band * own.band;
+            const int upper = own.present(a.inter) & 2u ? lower + own.upper : lower;
+            const float lower_terms[2] = {row_scale<F>(fc1, work.expert, lower),
+                                          load_bias<F>(fc1, work.expert, lower)};
+            const float upper_terms[2] = {row_scale<F>(further, work.expert, upper),
+                                          load_bias<typename L::UpperFormat>(further, work.expert, upper)};
+            store_activated<L, Tokens>(a, work, own.feature + band, static_cast<int>(threadIdx.x) / 32 * kBands + band,
+                                       lower_terms, upper_terms, result[band], b);
+        }
     };
-    block.run(a.workspace + a.tokens_offset, a.image_rows, a.tiles, tile_count, (a.inter + kFeatures - 1) / kFeatures,
+    block.run(a.workspace + a.tokens_offset, a.image_rows, a.tiles, a.tile_count, (a.inter + kFeatures - 1) / kFeatures,
               a.hidden, rows, tile);
     if constexpr (L::kChecked) {
         block.report(a.exact_tile_count, *a.tile_count * a.exact_split);
@@ -184,19 +190,26 @@ struct Down {
     static constexpr bool kChecked = kSameType<HalfType, Float16>;
 };
 
-// Write one warp's 16 features of FC2, with scale and bias, for each route of a tile.
+// Write one band's 16 features of FC2, with scale and bias, for each route of a tile.
 template <class F, int Tokens>
 __device__ __forceinline__ void store_contributions(const DownArguments& a, const Matrix& fc2, const Work& work,
                                                     int feature, const float (&result)[Tokens / 2]) {
     const float scales[2] = {row_scale<F>(fc2, work.expert, feature), row_scale<F>(fc2, work.expert, feature + 8)};
     const float biases[2] = {load_bias<F>(fc2, work.expert, feature), load_bias<F>(fc2, work.expert, feature + 8)};
+    // Lane l of the warp has routes l, l + 32, …, so that they are read side by side.
+    const int lane = threadIdx.x % 32;
+    int routes[(Tokens + 31) / 32];
+#pragma unroll
+    for (int i = 0; i < (Tokens + 31) / 32; ++i) {
+        routes[i] = 32 * i + lane < work.count ? a.grouped_routes[work.first + 32 * i + lane] : 0;
+    }
 #pragma unroll
     for (int j = 0; j < Tokens / 8; ++j) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int token = 8 * j + 2 * (threadIdx.x % 4) + i;
+            const int token = 8 * j + 2 * (lane % 4) + i;
+            const long long route = __shfl_sync(kAllLanes, routes[j / 4], token % 32);
             if (token < work.count) {
-                const long long route = a.grouped_routes[work.first + token];
                 float* to = a.contributions + route * a.hidden + feature;
                 to[0] = fmaf(result[4 * j + i], scales[0], biases[0]);
                 to[8] = fmaf(result[4 * j + 2 + i], scales[1], biases[1]);
@@ -205,9 +218,9 @@ __device__ __forceinline__ void store_contributions(const DownArguments& a, cons
     }
 }
 
-// The first weight row of a lane of FC2; hidden is a multiple of 16, so a warp's rows are all there or none is.
+// The first weight row of a lane of FC2; hidden is a multiple of 16, so a band's rows are all there or none is.
 __device__ __forceinline__ int down_row(int row_tile) {
-    return kTileRows * row_tile + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+    return kTileRows * row_tile + threadIdx.x / 32 * (16 * kBands) + threadIdx.x % 32 / 4;
 }
 
 // Whether f16 held what one route's activated features were: a large one was seen, or all are zero.
@@ -222,20 +235,23 @@ template <class L>
 __device__ __forceinline__ void down(const DownArguments& a) {
     using W = typename L::Rows;
     using F = typename W::Format;
-    auto block = make_block<W, typename L::Half, false>();
-    const int tile_count = *a.tile_count;
+    auto block = make_block<W, typename L::Half>();
     const Matrix fc2{a.fc2_weights, a.fc2_scales, a.fc2_bias, a.fc2_zero_points, a.hidden, a.inter};
     const auto rows = [&](const Work& work) {
         const int row = down_row(work.row_tile);
-        return row_pair<F>(fc2, fc2, work.expert, row < a.hidden ? row : 0, 8, a.apart);
+        const unsigned present = row >= a.hidden ? 0u : row + 16 >= a.hidden ? 0x3u : 0xfu;
+        return lane_rows<F>(fc2, fc2, work.expert, present ? row : 0, 8, 16, present, a.apart);
     };
     const auto tile = [&]<int Tokens>(auto& b, bool ahead) {
-        float result[Tokens / 2] = {};
-        b.template multiply_tile<Tokens>(a.inter, ahead, result);
+        float result[kBands][Tokens / 2];
+        b.template multiply_tile<Tokens>(a.inter, ahead, a.image_rows, result);
         const Work work = b.work();
-        const int feature = down_row(work.row_tile);
-        if (feature < a.hidden) {
-            store_contributions<F, Tokens>(a, fc2, work, feature, result);
+#pragma unroll
+        for (int band = 0; band < kBands; ++band) {
+            const int feature = down_row(work.row_tile) + 16 * band;
+            if (feature < a.hidden) {
+                store_contributions<F, Tokens>(a, fc2, work, feature, result[band]);
+            }
         }
         if constexpr (L::kChecked) {
             if (work.row_tile == 0 && static_cast<int>(threadIdx.x) < work.count &&
@@ -244,7 +260,7 @@ __device__ __forceinline__ void down(const DownArguments& a) {
             }
         }
     };
-    block.run(a.workspace, a.image_rows, a.tiles, tile_count, (a.hidden + kTileRows - 1) / kTileRows, a.inter, rows,
+    block.run(a.workspace, a.image_rows, a.tiles, a.tile_count, (a.hidden + kTileRows - 1) / kTileRows, a.inter, rows,
               tile);
     if constexpr (L::kChecked) {
         block.report(a.exact_tile_count, *a.tile_count * a.exact_split);

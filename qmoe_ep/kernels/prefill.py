@@ -31,6 +31,7 @@ from qmoe_ep.kernels.prefill_abi import (
     DownArguments,
     GateUpArguments,
     GatherArguments,
+    LaneRowsApart,
     RowsApart,
     SortArguments,
 )
@@ -48,7 +49,7 @@ __all__ = ["plan", "unserved_reason"]
 
 VERSION = 1
 _TILE_TOKENS, _TILE_ROWS, _STEP_INNER, _LANE_CODES = 128, 256, 128, 32
-_THREADS, _GATHER_THREADS, _GATHER_ROUTES = 512, 256, 8
+_THREADS, _GATHER_THREADS, _GATHER_ROUTES = 256, 256, 8
 # kSharedBytes of the device code, and room to align it.
 _SHARED_BYTES = (224 + 1) << 10
 _STATIC_SHARED_BYTES = 1024
@@ -154,10 +155,12 @@ def _scratch(call: CallDescription, pieces: int) -> tuple[tuple[str, int], ...]:
     )
 
 
-def _rows_apart(matrix: ExpertMatrix, rows: int) -> RowsApart:
+def _rows_apart(matrix: ExpertMatrix, upper: int, band: int) -> LaneRowsApart:
+    """Bytes between a lane's rows, which are ``upper`` and ``band`` rows apart."""
     zero_points = packed_bytes(matrix.blocks, matrix.bits)
     scales = matrix.blocks * matrix.scale_dtype.itemsize
-    return RowsApart(rows * matrix.row_bytes, rows * scales, rows * zero_points)
+    apart = [RowsApart(rows * matrix.row_bytes, rows * scales, rows * zero_points) for rows in (upper, band)]
+    return LaneRowsApart(*apart)
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------
@@ -380,7 +383,9 @@ def _gate_up_step(
 ) -> Step:
     apart = {"none": _STEP_INNER, "interleaved": 1, "halves": call.experts.inter_size, "fc3": 0}
     arguments = GateUpArguments(
-        apart=_rows_apart(call.experts.fc1, apart[call.experts.gating]),
+        apart=_rows_apart(
+            call.experts.fc1, apart[call.experts.gating], 2 if call.experts.gating == "interleaved" else 1
+        ),
         image_rows=_image_rows(call),
         tokens_offset=_activated_bytes(call),
         hidden=call.experts.hidden_size,
@@ -406,7 +411,7 @@ def _down_step(
     call: CallDescription, capabilities: Capabilities, alignment: Mapping[AddressSource, int], pieces: int
 ) -> Step:
     arguments = DownArguments(
-        apart=_rows_apart(call.experts.fc2, 8),
+        apart=_rows_apart(call.experts.fc2, 8, 16),
         image_rows=_image_rows(call),
         hidden=call.experts.hidden_size,
         inter=call.experts.inter_size,

@@ -8,7 +8,15 @@ import ctypes
 
 from qmoe_ep.kernels.portable import GateScalars
 
-__all__ = ["CombineArguments", "DownArguments", "GateUpArguments", "GatherArguments", "RowsApart", "SortArguments"]
+__all__ = [
+    "CombineArguments",
+    "DownArguments",
+    "GateUpArguments",
+    "GatherArguments",
+    "LaneRowsApart",
+    "RowsApart",
+    "SortArguments",
+]
 
 _POINTER = ctypes.c_void_p
 
@@ -74,6 +82,12 @@ class RowsApart(ctypes.Structure):
     )
 
 
+class LaneRowsApart(ctypes.Structure):
+    """``qmoe::prefill::LaneRowsApart``."""
+
+    _fields_ = (("upper", RowsApart), ("band", RowsApart))
+
+
 class GateUpArguments(ctypes.Structure):
     """``qmoe::prefill::GateUpArguments``."""
 
@@ -93,7 +107,7 @@ class GateUpArguments(ctypes.Structure):
         ("exact_tile_count", _POINTER),
         ("image_rows", ctypes.c_longlong),
         ("tokens_offset", ctypes.c_longlong),
-        ("apart", RowsApart),
+        ("apart", LaneRowsApart),
         ("hidden", ctypes.c_int),
         ("inter", ctypes.c_int),
         ("exact_split", ctypes.c_int),
@@ -117,7 +131,7 @@ class DownArguments(ctypes.Structure):
         ("exact_tile_count", _POINTER),
         ("contributions", _POINTER),
         ("image_rows", ctypes.c_longlong),
-        ("apart", RowsApart),
+        ("apart", LaneRowsApart),
         ("hidden", ctypes.c_int),
         ("inter", ctypes.c_int),
         ("exact_split", ctypes.c_int),

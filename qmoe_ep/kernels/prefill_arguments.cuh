@@ -15,11 +15,12 @@ namespace qmoe::prefill {
 
 constexpr int kTileTokens = 128;
 constexpr int kTileRows = 256;      // weight rows of a block
-constexpr int kWarps = 16;          // that multiply, 16 weight rows each
+constexpr int kWarps = 8;
+constexpr int kBands = 2;           // of a warp, 16 weight rows each: band kBands * warp + b of the tile
 constexpr int kThreads = 32 * kWarps;
 constexpr int kPanelRowBytes = 128;
 constexpr int kTilesTogether = 8;   // token tiles that neighbouring blocks multiply with the same weight rows
-constexpr int kCheckedWarp = 3;     // whose activated features stand for their route's magnitude
+constexpr int kCheckedBand = 3;     // whose activated features stand for their route's magnitude
 constexpr float kSmallActivated = 1.0f / 4096.0f;
 
 struct GatherArguments {
@@ -54,7 +55,7 @@ struct GateUpArguments {
     int* exact_tile_count;
     long long image_rows;
     long long tokens_offset;
-    RowsApart apart;              // from a gate row to its up row in FC1, or between features 128 apart
+    LaneRowsApart apart;          // from a gate row to its up row, or between features 128 apart; and to the next feature
     int hidden;
     int inter;
     int exact_split;
@@ -74,7 +75,7 @@ struct DownArguments {
     int* exact_tile_count;
     float* contributions;         // [routes, hidden]
     long long image_rows;
-    RowsApart apart;              // between features 8 apart
+    LaneRowsApart apart;          // between features 8 and 16 apart
     int hidden;
     int inter;
     int exact_split;
@@ -110,9 +111,8 @@ __device__ __forceinline__ Work work_item(const GroupTile* tiles, int tile_count
     return Work{tile.expert, tile.first, tile.count, rest / together};
 }
 
-// Tokens that a tile is multiplied as: its routes rounded up to a width the kernels are built for.
-__device__ __forceinline__ int tile_width(int count) {
-    return count <= 16 ? 16 : count <= 32 ? 32 : count <= 64 ? 64 : count <= 96 ? 96 : 128;
-}
+// Tokens that a tile is multiplied as: its routes rounded up to a width the kernels are built for. More widths would
+// waste less, but with more of them in one kernel the compiler gives up on overlapping products.
+__device__ __forceinline__ int tile_width(int count) { return count <= 16 ? 16 : count <= 64 ? 64 : 128; }
 
 }  // namespace qmoe::prefill

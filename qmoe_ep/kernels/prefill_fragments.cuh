@@ -33,37 +33,62 @@ struct RowsApart {
     long long zero_points;
 };
 
-// The pair of weight rows of one lane: where the lower row lies, and how many bytes further the upper one does, which
-// is the same for all lanes and so costs them no registers.
-struct RowPair {
-    const unsigned char* codes;
-    const unsigned char* scales;
-    const unsigned char* zero_points;
-    RowsApart apart;
-    unsigned row_zero_points;  // row-wise formats: of the lower row and, shifted left by 8, of the upper one
-    bool paired;               // whether there is an upper row
+// Bytes from a lane's first row to its others: from the lower to the upper row of a band, from band to band.
+struct LaneRowsApart {
+    RowsApart upper;
+    RowsApart band;
 };
 
-// The pair that begins with row `lower` of a matrix; `further` has the upper row, and is the same matrix or another of
-// this format. `apart` is the number of rows between the two, given also in bytes.
-template <class F>
-__device__ __forceinline__ RowPair row_pair(const Matrix& matrix, const Matrix& further, long long expert, int row,
-                                            int apart, const RowsApart& bytes) {
-    const MatrixRow lower = matrix_row<F>(matrix, expert, row);
-    RowPair rows;
-    rows.codes = lower.codes;
-    rows.scales = static_cast<const unsigned char*>(lower.scales);
-    rows.zero_points = lower.zero_points;
-    rows.apart.codes = further.weights - matrix.weights + bytes.codes;
-    rows.apart.scales =
-        static_cast<const char*>(further.scales) - static_cast<const char*>(matrix.scales) + bytes.scales;
-    rows.apart.zero_points = further.zero_points - matrix.zero_points + bytes.zero_points;
-    if constexpr (F::kBlockSize == 0 && F::kZeroPoints) {
-        const MatrixRow upper = matrix_row<F>(further, expert, row + apart);
-        rows.row_zero_points = (__float_as_uint(lower.shifted_zero) & 0xffu) |
-                               (__float_as_uint(upper.shifted_zero) & 0xffu) << 8;
+constexpr int kLaneRows = 4;
+
+// The weight rows of one lane: lower and upper row of its first band, then of its second. The distances are the same
+// for all lanes and so cost them no registers.
+struct LaneRows {
+    const unsigned char* codes;  // of the first
+    const unsigned char* scales;
+    const unsigned char* zero_points;
+    LaneRowsApart apart;
+    unsigned present;          // bit i: there is row i
+    unsigned row_zero_points;  // row-wise formats: byte i is that of row i
+
+    __device__ __forceinline__ bool has(int i) const { return present >> i & 1u; }
+    __device__ __forceinline__ long long codes_offset(int i) const {
+        return (i % 2 ? apart.upper.codes : 0) + (i / 2 ? apart.band.codes : 0);
     }
-    rows.paired = true;
+    __device__ __forceinline__ long long scales_offset(int i) const {
+        return (i % 2 ? apart.upper.scales : 0) + (i / 2 ? apart.band.scales : 0);
+    }
+    __device__ __forceinline__ long long zero_points_offset(int i) const {
+        return (i % 2 ? apart.upper.zero_points : 0) + (i / 2 ? apart.band.zero_points : 0);
+    }
+};
+
+// Rows of a lane that begin with row `first` of a matrix; `further` has the upper rows, and is the same matrix or
+// another of this format. The others are `upper` and `band` rows away; of those that aren't `present` nothing is read.
+template <class F>
+__device__ __forceinline__ LaneRows lane_rows(const Matrix& matrix, const Matrix& further, long long expert, int first,
+                                              int upper, int band, unsigned present, const LaneRowsApart& apart) {
+    const MatrixRow row = matrix_row<F>(matrix, expert, first);
+    LaneRows rows;
+    rows.codes = row.codes;
+    rows.scales = static_cast<const unsigned char*>(row.scales);
+    rows.zero_points = row.zero_points;
+    rows.apart = apart;
+    rows.apart.upper.codes += further.weights - matrix.weights;
+    rows.apart.upper.scales += static_cast<const char*>(further.scales) - static_cast<const char*>(matrix.scales);
+    rows.apart.upper.zero_points += further.zero_points - matrix.zero_points;
+    rows.present = present;
+    rows.row_zero_points = 0;
+    if constexpr (F::kBlockSize == 0 && F::kZeroPoints) {
+#pragma unroll
+        for (int i = 0; i < kLaneRows; ++i) {
+            const int at = first + (i % 2 ? upper : 0) + (i / 2 ? band : 0);
+            if (rows.has(i)) {
+                const MatrixRow own = matrix_row<F>(i % 2 ? further : matrix, expert, at);
+                rows.row_zero_points |= (__float_as_uint(own.shifted_zero) & 0xffu) << (8 * i);
+            }
+        }
+    }
     return rows;
 }
 
@@ -77,7 +102,7 @@ __device__ __forceinline__ float row_scale(const Matrix& matrix, long long exper
     }
 }
 
-// A format, the width of its code loads, and what a lane keeps of one step in shared memory: the codes of its two rows,
+// A format, the width of its code loads, and what a lane keeps of one step in shared memory: the codes of its four rows,
 // in pieces, and their scales as pairs of halves (or floats) with the zero points.
 template <class F, int LoadBytes>
 struct Weights {
@@ -90,15 +115,20 @@ struct Weights {
     static constexpr int kRowBytes = F::kBits == 3 ? 16 : 4 * F::kBits;
     static constexpr int kPieceBytes = kRowBytes < 16 ? kRowBytes : 16;
     static constexpr int kPieces = kRowBytes / kPieceBytes;
-    static constexpr int kLaneBytes = 2 * kRowBytes + (kBlocks ? 8 * kScales : 0) + (kPoints ? 4 * kScales : 0);
+    static constexpr int kLaneBytes =
+        kLaneRows * kRowBytes + (kBlocks ? 16 * kScales : 0) + (kPoints ? 4 * kScales : 0);
     static_assert(4 * F::kBits % LoadBytes == 0, "a lane's codes are a whole number of loads");
 };
+
+// Words that hold the codes of one panel, half a step of a row: 16 codes, of 1 bit or 3 bits with some of the others.
+template <int Bits>
+constexpr int kPanelWords = Bits == 1 ? 1 : (Bits + 1) / 2;
 
 // What is read ahead of one step into registers, on its way to shared memory.
 template <class W>
 struct PendingScales {
-    typename W::Format::Scale scales[2][W::kScales];
-    unsigned char zero_points[2][W::kScales];
+    typename W::Format::Scale scales[kLaneRows][W::kScales];
+    unsigned char zero_points[kLaneRows][W::kScales];
 };
 
 __device__ __forceinline__ void clear(float& value) { value = 0.0f; }
@@ -106,10 +136,10 @@ template <class T>
 __device__ __forceinline__ void clear(T& value) {
     value.bits = 0;
 }
-__device__ __forceinline__ float load_raw(const float* source) { return __ldg(source); }
+__device__ __forceinline__ float load_raw(const float* source) { return load_streamed(source); }
 template <class T>
 __device__ __forceinline__ T load_raw(const T* source) {
-    return T{__ldg(&source->bits)};
+    return T{load_streamed(&source->bits)};
 }
 
 // Copy a lane's codes of one row to shared memory at `to`, whose pieces are `piece_stride` bytes apart: `bytes` of
@@ -143,25 +173,27 @@ __device__ __forceinline__ void copy_codes(unsigned to, unsigned piece_stride, c
 }
 
 // Read the scales and zero points of a lane's rows at inner element `inner`, a multiple of 32; zero past the end.
-template <class W, bool lone>
-__device__ __forceinline__ void load_scales(const RowPair& rows, int inner, int in_features,
+template <class W>
+__device__ __forceinline__ void load_scales(const LaneRows& rows, int inner, int in_features,
                                             PendingScales<W>& pending) {
     using F = typename W::Format;
     if constexpr (W::kBlocks) {
 #pragma unroll
-        for (int i = 0; i < 2 * W::kScales; ++i) {
-            const int upper = i % 2, which = i / 2;
-            clear(pending.scales[upper][which]);
-            pending.zero_points[upper][which] = 0;
-            if (inner + 16 * which < in_features && (!lone || !upper || rows.paired)) {
-                const unsigned block = static_cast<unsigned>(inner + 16 * which) / (F::kBlockSize ? F::kBlockSize : 1);
-                const unsigned char* scales = rows.scales + (upper ? rows.apart.scales : 0);
-                pending.scales[upper][which] =
-                    load_raw(reinterpret_cast<const typename F::Scale*>(scales) + block);
-                if constexpr (F::kZeroPoints) {
-                    const unsigned char* points = rows.zero_points + (upper ? rows.apart.zero_points : 0);
-                    pending.zero_points[upper][which] =
-                        static_cast<unsigned char>(read_code<F::kBits>(points, block));
+        for (int i = 0; i < kLaneRows; ++i) {
+#pragma unroll
+            for (int which = 0; which < W::kScales; ++which) {
+                clear(pending.scales[i][which]);
+                pending.zero_points[i][which] = 0;
+                const unsigned own = inner + 16 * which;
+                if (static_cast<int>(own) < in_features && rows.has(i)) {
+                    const unsigned block = own / (F::kBlockSize ? F::kBlockSize : 1);
+                    const unsigned char* scales = rows.scales + rows.scales_offset(i);
+                    pending.scales[i][which] =
+                        load_raw(reinterpret_cast<const typename F::Scale*>(scales) + block);
+                    if constexpr (F::kZeroPoints) {
+                        pending.zero_points[i][which] = static_cast<unsigned char>(
+                            read_code<F::kBits>(rows.zero_points + rows.zero_points_offset(i), block));
+                    }
                 }
             }
         }
@@ -194,13 +226,14 @@ __device__ __forceinline__ bool scale_fits(BFloat16 scale) {
     return scale_fits<Half, Bits>(to_float(scale));
 }
 
+// The same for all that is on its way.
 template <class W, class Half>
 __device__ __forceinline__ bool scales_fit(const PendingScales<W>& pending) {
     bool fit = true;
     if constexpr (W::kBlocks) {
 #pragma unroll
-        for (int i = 0; i < 2 * W::kScales; ++i) {
-            fit &= scale_fits<Half, W::Format::kBits>(pending.scales[i % 2][i / 2]);
+        for (int i = 0; i < kLaneRows * W::kScales; ++i) {
+            fit &= scale_fits<Half, W::Format::kBits>(pending.scales[i % kLaneRows][i / kLaneRows]);
         }
     }
     return fit;
@@ -242,47 +275,44 @@ __device__ __forceinline__ unsigned stored_scale(Scale scale) {
     }
 }
 
-// Decodes one row's share of a step.
+// Decodes one row's share of a panel, which has one scale.
 template <class W, class Half>
 struct Decoder {
     using F = typename W::Format;
     using Math = PairMath<Half>;
-    unsigned scales[W::kScales];
-    unsigned zero_points[W::kScales];
+    unsigned scale;
+    unsigned zero_point;
 
-    // Two 16-bit halves, the lower with codes 8w + j at bit bits * j, the upper with codes 8w + 4 + j.
+    // Two 16-bit halves, the lower with codes 8w + j at bit bits * j, the upper with codes 8w + 4 + j. `words` begins
+    // with the word that holds the first code of the panel, see kPanelWords.
     __device__ static __forceinline__ unsigned spread(const unsigned* words, int w) {
         if constexpr (F::kBits == 4) {
-            return words[w];
+            return words[w % 2];
         } else if constexpr (F::kBits == 2) {
-            return __byte_perm(words[w / 2], 0, w % 2 ? 0x4342 : 0x4140);
+            return __byte_perm(words[0], 0, w % 2 ? 0x4342 : 0x4140);
         } else if constexpr (F::kBits == 1) {
             const unsigned byte = __byte_perm(words[0], 0, 0x4440 + w);
             return (byte | byte << 12) & 0x000f000fu;
         } else {
-            const int bit = 24 * w;
-            const unsigned field =
-                bit % 32 == 0 ? words[bit / 32]
-                              : bit % 32 + 24 <= 32 ? words[bit / 32] >> bit % 32
-                                                    : __funnelshift_r(words[bit / 32], words[bit / 32 + 1], bit % 32);
+            const int bit = 24 * w - 32 * (w / 2);
+            const unsigned field = bit % 32 + 24 <= 32 ? words[bit / 32] >> bit % 32
+                                                       : __funnelshift_r(words[0], words[1], bit % 32);
             return (field & 0xfffu) | (field & 0xfff000u) << 4;
         }
     }
 
-    // Pair `index` = 2t + h of word w: the values of codes 8w + index and 8w + 4 + index. `words` are the lane's codes,
-    // of 8 bits only the half that has them.
+    // Pair `index` = 2t + h of word w: the values of codes 8w + index and 8w + 4 + index. `words` as for spread.
     template <int w, int index>
     __device__ __forceinline__ unsigned pair(const unsigned* words) const {
-        constexpr int block = W::kScales == 2 ? w / 2 : 0;
         if constexpr (kWideCodes<W, Half>) {
-            const float zero = shifted_integer(zero_points[block]);
+            const float zero = shifted_integer(zero_point);
             const float low = shifted_integer(words[w % 2 * 2] >> (8 * index) & 0xffu) - zero;
             const float high = shifted_integer(words[w % 2 * 2 + 1] >> (8 * index) & 0xffu) - zero;
             if constexpr (!W::kBlocks) {
                 return Math::pack(low, high);
             } else {
-                const float scale = __uint_as_float(scales[block]);
-                return Math::pack(low * scale, high * scale);
+                const float factor = __uint_as_float(scale);
+                return Math::pack(low * factor, high * factor);
             }
         } else {
             constexpr unsigned kUnits = 0x10001u;
@@ -298,14 +328,14 @@ struct Decoder {
                 bits = (spread(words, w) >> shift & kMask * kUnits) | kMagic * kUnits;
             }
             const unsigned offset = (1u << 15 | (Math::kBias + Math::kMantissa - up) << Math::kMantissa) +
-                                    (zero_points[block] << up);
+                                    (zero_point << up);
             unsigned value;
             if constexpr (up == 0) {
                 value = Math::add(bits, offset * kUnits);
             } else {
                 value = Math::fma(bits, ((Math::kBias - up) << Math::kMantissa) * kUnits, offset * kUnits);
             }
-            return W::kBlocks ? Math::mul(value, scales[block]) : value;
+            return W::kBlocks ? Math::mul(value, scale) : value;
         }
     }
 };

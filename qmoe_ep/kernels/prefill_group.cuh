@@ -47,11 +47,9 @@ __device__ __forceinline__ void count_chunk(const SortArguments& a) {
     }
 }
 
-// The class of a tile of `count` routes: 0 is the widest. 5 of them, in the order in which tiles are listed.
-constexpr int kClasses = 5;
-__device__ __forceinline__ int tile_class(int count) {
-    return count > 96 ? 0 : count > 64 ? 1 : count > 32 ? 2 : count > 16 ? 3 : 4;
-}
+// The class of a tile of `count` routes, in the order in which tiles are listed; see tile_width.
+constexpr int kClasses = 3;
+__device__ __forceinline__ int tile_class(int count) { return count > 64 ? 0 : count > 16 ? 1 : 2; }
 
 __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 #pragma unroll

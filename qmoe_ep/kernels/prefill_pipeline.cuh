@@ -6,6 +6,12 @@
 
 namespace qmoe {
 
+// The same value, of which the compiler doesn't know that: what is computed from it stays behind this place.
+__device__ __forceinline__ unsigned opaque(unsigned value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 // Address of the dynamic shared memory.
 __device__ __forceinline__ unsigned dynamic_shared_address() {
     extern __shared__ unsigned char dynamic_shared[];
@@ -90,6 +96,18 @@ __device__ __forceinline__ void copy_async(unsigned destination, const void* sou
     }
 }
 
+// Load what will never change, and have the second-level cache fetch what comes after it.
+__device__ __forceinline__ float load_streamed(const float* source) {
+    float value;
+    asm volatile("ld.global.nc.L2::256B.f32 %0, [%1];" : "=f"(value) : "l"(source));
+    return value;
+}
+__device__ __forceinline__ unsigned short load_streamed(const unsigned short* source) {
+    unsigned short value;
+    asm volatile("ld.global.nc.L2::256B.u16 %0, [%1];" : "=h"(value) : "l"(source));
+    return value;
+}
+
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Wait until at most `Pending` committed groups of this thread's copies are in flight.
@@ -104,6 +122,12 @@ __device__ __forceinline__ void store_shared(unsigned address, unsigned value) {
 
 __device__ __forceinline__ void store_shared_pair(unsigned address, unsigned first, unsigned second) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_quad(unsigned address, const unsigned (&values)[4]) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(values[0]), "r"(values[1]),
+                 "r"(values[2]), "r"(values[3])
+                 : "memory");
 }
 
 __device__ __forceinline__ void store_shared_long(unsigned address, unsigned long long value) {

@@ -45,70 +45,25 @@ struct Ring {
     }
 };
 
-// Feeds the tokens of the block's work items into the ring, a step at a time. The first lane of the block works it
-// between its own steps, so that no warp and none of its registers stand idle; its state lives in shared memory.
-template <int Slots>
-struct Feeder {
-    const unsigned char* image;
-    const unsigned char* source;
-    const GroupTile* tiles;
-    long long image_rows;
-    int item;
-    int items;
-    int tile_count;
-    int row_tiles;
-    int steps;
-    int step;
-    int slot;
-    unsigned parity;
-    unsigned bytes;
-    int ahead;  // steps fed and not yet begun by the first warp
-
-    __device__ __forceinline__ void start(const unsigned char* from, long long rows, const GroupTile* list, int count,
-                                          int tiles_of_rows, int inner) {
-        image = from, image_rows = rows, tiles = list, tile_count = count, row_tiles = tiles_of_rows;
-        steps = padded_steps(inner);
-        items = count * tiles_of_rows;
-        item = blockIdx.x;
-        step = slot = ahead = 0;
-        parity = 1;
-        begin_item();
-    }
-
-    __device__ __forceinline__ void begin_item() {
-        if (item < items) {
-            const Work work = work_item(tiles, tile_count, row_tiles, item);
-            bytes = tile_width(work.count) * kPanelRowBytes;
-            source = image + image_row(work.first, work.expert) * kPanelRowBytes;
-        }
-    }
-
-    // Begin a step: feed as many steps as there are empty slots, waiting only for the one that is due.
-    __device__ __forceinline__ void advance(const Ring<Slots>& ring) {
-        while (item < items && ahead < Slots) {
-            const unsigned empty = ring.empty_barrier(slot), full = ring.full_barrier(slot);
-            if (ahead == 0) {
-                barrier_wait(empty, parity);
-            } else if (!barrier_test(empty, parity)) {
-                break;
-            }
-            barrier_arrive_expect(full, 2 * bytes);
-            bulk_copy(ring.tokens(slot), source, bytes, full);
-            bulk_copy(ring.tokens(slot) + bytes, source + image_rows * kPanelRowBytes, bytes, full);
-            source += 2 * image_rows * kPanelRowBytes;
-            ++ahead;
-            if (++slot == Slots) {
-                slot = 0;
-                parity ^= 1;
-            }
-            if (++step == steps) {
-                step = 0;
-                item += gridDim.x;
-                begin_item();
-            }
-        }
-        --ahead;
-    }
+// Where a work item's tokens lie in the image, kept in shared memory by every warp.
+struct TokenSource {
+    const unsigned char* first;  // of panel 0
+    unsigned bytes;              // of its part of a panel; 0 if there is no item
 };
+
+// By one lane: feed a step of an item into the slot `ahead` places after `place`, once that is empty.
+template <int Slots>
+__device__ __forceinline__ void feed(const Ring<Slots>& ring, const RingPlace<Slots>& place, int ahead,
+                                     const TokenSource& tokens, long long panel_bytes, int step) {
+    const int beyond = place.slot + ahead;
+    const int slot = beyond >= Slots ? beyond - Slots : beyond;
+    const unsigned parity = beyond >= Slots ? place.parity ^ 1u : place.parity;
+    const unsigned full = ring.full_barrier(slot), to = ring.tokens(slot);
+    const unsigned char* source = tokens.first + 2 * step * panel_bytes;
+    barrier_wait(ring.empty_barrier(slot), parity ^ 1u);
+    barrier_arrive_expect(full, 2 * tokens.bytes);
+    bulk_copy(to, source, tokens.bytes, full);
+    bulk_copy(to + tokens.bytes, source + panel_bytes, tokens.bytes, full);
+}
 
 }  // namespace qmoe::prefill

@@ -147,5 +147,7 @@ def _prepared_sources(arch: int) -> Path:
         for pattern, replacement in _HALF_CONVERSIONS:
             text = re.sub(pattern, replacement, text, flags=re.DOTALL)
         (folder / path.name).write_text(text)
-    shutil.copy(Path(__file__).parent / "cuda_on_host.h", folder)
+    # Also files that stand in for a file of the kernels that is all instructions.
+    for path in Path(__file__).parent.glob("*.*h"):
+        shutil.copy(path, folder)
     return folder

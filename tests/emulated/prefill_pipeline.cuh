@@ -80,6 +80,7 @@ inline T shared_value(unsigned address) {
 
 namespace qmoe {
 
+inline unsigned opaque(unsigned value) { return value; }
 inline unsigned dynamic_shared_address() { return 0; }
 inline void dependent_begin() {}
 
@@ -130,6 +131,10 @@ inline void copy_async(unsigned destination, const void* source, int present) {
     std::memset(to, 0, Bytes);
     std::memcpy(to, source, present);
 }
+template <class T>
+inline T load_streamed(const T* source) {
+    return *source;
+}
 inline void copy_commit() {}
 template <int Pending>
 inline void copy_wait() {}
@@ -141,6 +146,9 @@ inline void store_shared_pair(unsigned address, unsigned first, unsigned second)
     emulation::shared_place(address, 8);
     store_shared(address, first);
     store_shared(address + 4, second);
+}
+inline void store_shared_quad(unsigned address, const unsigned (&values)[4]) {
+    std::memcpy(emulation::shared_place(address, 16), values, 16);
 }
 inline void store_shared_long(unsigned address, unsigned long long value) {
     std::memcpy(emulation::shared_place(address, 8), &value, 8);
