@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 from problems import first_seed
+from shell import NoDriver, Shell
 from simulated.plugin import simulated
 
-from qmoe_ep import driver
+from qmoe_ep import CpuExecutionProvider, driver
 from qmoe_ep.errors import CudaError
 
-__all__ = ["pytest_collection_modifyitems", "pytest_report_header", "simulated"]
+__all__ = ["no_gpu", "provider", "pytest_collection_modifyitems", "pytest_report_header", "shell", "simulated"]
 
 # No deadline: how long an example takes says more about the machine than about the package.
 settings.register_profile("qmoe_ep", deadline=None, derandomize="CI" in os.environ, print_blob=True)
 settings.load_profile("qmoe_ep")
+
+
+@pytest.fixture
+def provider() -> CpuExecutionProvider:
+    """The CPU provider as it is by default."""
+    return CpuExecutionProvider()
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shell:
+    """Runs commands with a cache folder of their own."""
+    monkeypatch.setenv("QMOE_EP_CACHE_DIR", str(tmp_path / "modules"))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    return Shell(capsys)
+
+
+@pytest.fixture
+def no_gpu() -> Iterator[None]:
+    """A machine without an NVIDIA driver."""
+    driver.install(NoDriver(), None)
+    yield
+    driver.install(None, None)
 
 
 def pytest_report_header() -> str:

@@ -2,129 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import click
 import numpy as np
-import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from problems import DTYPES, Array, Problem, Recipe, build
+from problems import Problem, Recipe, build
+from shell import EXAMPLE, EXAMPLE_INPUTS, Shell, addition, model_of, save, tensor_type
 from simulated import kernels_portable
 from simulated.plugin import Simulation
 
-from qmoe_ep import driver
 from qmoe_ep.cli.main import main
 from qmoe_ep.errors import CaptureError, NvrtcError, QMoEError
 from qmoe_ep.operator import INPUT_NAMES
 
 # Importing them is what registers the simulated kernels.
 assert kernels_portable
-
-ROOT = Path(__file__).resolve().parents[1]
-MODELS = Path(__file__).parent / "data" / "models"
-EXAMPLE, EXAMPLE_INPUTS = ROOT / "examples" / "moe_int4.onnx", ROOT / "examples" / "moe_int4.inputs.npz"
-STORED_MODELS = (
-    "m1_int4_b32_zp_gptoss_f32.onnx",
-    "m3_int8_rowwise_router_weights_f32.onnx",
-    "m5_int4_sm80_prepacked_external_many_f16/m5_int4_sm80_prepacked_external_many_f16.onnx",
-)
-
-
-class Result:
-    """What a command did."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: object) -> None:
-        capsys.readouterr()
-        self.code = main([str(a) for a in arguments])
-        self.out, self.err = capsys.readouterr()
-
-    def succeeded(self) -> Result:
-        assert (self.code, self.err) == (0, "")
-        return self
-
-    def failed(self, *words: str) -> None:
-        """Assert exit code 2 and one line that has all the words."""
-        assert (self.code, self.out) == (2, "")
-        assert self.err.endswith("\n")
-        assert self.err.startswith("qmoe-ep: ")
-        assert self.err.count("\n") == 1
-        for word in words:
-            assert word in self.err
-
-
-class Shell:
-    """Runs commands."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *arguments: object) -> Result:
-        return Result(self._capsys, *arguments)
-
-    def json(self, *arguments: object) -> Any:
-        return json.loads(self(*arguments, "--json").succeeded().out)
-
-
-class NoDriver:
-    """A machine without an NVIDIA driver: the bindings raise."""
-
-    def cuInit(self, flags: int) -> None:
-        raise RuntimeError("libcuda.so.1 is not there")
-
-
-@pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shell:
-    monkeypatch.setenv("QMOE_EP_CACHE_DIR", str(tmp_path / "modules"))
-    monkeypatch.delenv("COLUMNS", raising=False)
-    return Shell(capsys)
-
-
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    driver.install(NoDriver(), None)
-    yield
-    driver.install(None, None)
-
-
-def model_of(problem: Problem, path: Path) -> Path:
-    """A model of one node whose weights are initializers."""
-    given = {name: a for name, a in zip(INPUT_NAMES, problem.inputs, strict=False) if a is not None}
-    inputs = {name: a for name, a in given.items() if name in ("input", "router_probs", "router_weights")}
-    weights = [numpy_helper.from_array(a, name) for name, a in given.items() if name not in inputs]
-    values = [helper.make_tensor_value_info(name, tensor_type(a), a.shape) for name, a in inputs.items()]
-    output = helper.make_tensor_value_info("output", tensor_type(inputs["input"]), inputs["input"].shape)
-    save([problem.node_proto()], values, [output], weights, path)
-    return path
-
-
-def save(nodes: list[Any], inputs: list[Any], outputs: list[Any], weights: list[Any], path: Path) -> None:
-    graph = helper.make_graph(nodes, "graph", inputs, outputs, weights)
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), path)
-
-
-def tensor_type(array: Array) -> int:
-    return int(helper.np_dtype_to_tensor_dtype(array.dtype))
-
-
-def inputs_of(problem: Problem, path: Path) -> Path:
-    """The operands of a call as an archive."""
-    arrays = {INPUT_NAMES[i]: problem.inputs[i] for i in (0, 1) if problem.inputs[i] is not None}
-    np.savez(path, **{n: a.view(np.uint16) if a.dtype == DTYPES["bfloat16"] else a for n, a in arrays.items()})
-    return path
-
-
-def addition(path: Path) -> Path:
-    """A model without a QMoE node: ``z = x + y``."""
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n"]) for name in "xyz"]
-    save([helper.make_node("Add", ["x", "y"], ["z"])], values[:2], values[2:], [], path)
-    return path
-
 
 # --- usage -------------------------------------------------------------------------------------------
 
@@ -192,92 +88,6 @@ def test_errors_are_one_line(
     assert words in result.err
 
 
-# --- run ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", STORED_MODELS)
-def test_stored_models_match(shell: Shell, tmp_path: Path, name: str) -> None:
-    model = MODELS / name
-    shell("run", model, model.with_suffix(".inputs.npz"), "-o", tmp_path / "out.npz", "--provider", "cpu").succeeded()
-    with np.load(tmp_path / "out.npz") as actual, np.load(model.with_suffix(".expected.npz")) as expected:
-        for output in actual.files:
-            got, want = actual[output].astype(np.float64), expected[output].astype(np.float64)
-            assert got.shape == want.shape
-            error = np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
-            assert error.max() <= (2e-6 if actual[output].dtype == np.float32 else 1e-3)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("layout", ["raw", "sm80"])
-def test_run_matches_the_reference(shell: Shell, tmp_path: Path, dtype: str, layout: Any) -> None:
-    kinds = (dtype, dtype, dtype)
-    problem = build(Recipe(dtype=dtype, router_dtype=dtype, scale_dtypes=kinds, layout=layout, explicit_layout=False))
-    model, inputs = model_of(problem, tmp_path / "m.onnx"), inputs_of(problem, tmp_path / "in.npz")
-    arguments = ("run", model, inputs, "-o", tmp_path / "out.npz", "--provider", "cpu", "--weights-layout", layout)
-    shell(*arguments).succeeded()
-    with np.load(tmp_path / "out.npz") as data:
-        output = data["output"]
-    assert output.dtype == (np.uint16 if dtype == "bfloat16" else DTYPES[dtype])
-    problem.check(output.view(DTYPES[dtype]))
-
-
-def test_run_prints_shapes_provider_and_time(shell: Shell, no_gpu: None) -> None:
-    result = shell("run", EXAMPLE, EXAMPLE_INPUTS).succeeded()
-    for word in ("output", "[6, 64]", "float32", "provider: cpu (no CUDA: ", "time: "):
-        assert word in result.out
-    printed = shell.json("run", EXAMPLE, EXAMPLE_INPUTS, "--provider", "cpu")
-    assert printed["provider"] == "cpu"
-    assert printed["seconds"] > 0
-    assert printed["inputs"] == {"x": {"shape": [6, 64], "dtype": "float32"}}
-    assert printed["outputs"] == {"output": {"shape": [6, 64], "dtype": "float32"}}
-
-
-def test_run_without_a_qmoe_node(shell: Shell, tmp_path: Path) -> None:
-    np.savez(tmp_path / "in.npz", x=np.float32([1, 2]), y=np.float32([10, 20]))
-    model = addition(tmp_path / "add.onnx")
-    shell("run", model, tmp_path / "in.npz", "-o", tmp_path / "out.npz", "--provider", "cpu").succeeded()
-    with np.load(tmp_path / "out.npz") as data:
-        np.testing.assert_array_equal(data["z"], np.float32([11, 22]))
-
-
-def test_run_on_cuda_without_a_gpu(shell: Shell, no_gpu: None) -> None:
-    shell("run", EXAMPLE, EXAMPLE_INPUTS, "--provider", "cuda").failed("cuInit", "driver")
-
-
-def test_run_on_the_simulated_gpu(shell: Shell, simulated: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QMOE_EP_KERNELS", "portable")
-    for provider in ("auto", "cuda"):
-        assert shell.json("run", EXAMPLE, EXAMPLE_INPUTS, "--provider", provider)["provider"].startswith("cuda (")
-
-
-@pytest.mark.gpu
-def test_run_on_cuda(shell: Shell, tmp_path: Path) -> None:
-    for provider in ("cpu", "cuda"):
-        shell("run", EXAMPLE, EXAMPLE_INPUTS, "-o", tmp_path / f"{provider}.npz", "--provider", provider).succeeded()
-    with np.load(tmp_path / "cpu.npz") as cpu, np.load(tmp_path / "cuda.npz") as cuda:
-        error = np.linalg.norm(cpu["output"] - cuda["output"], axis=-1) / np.linalg.norm(cpu["output"], axis=-1)
-    assert error.max() <= 4e-6
-
-
-BAD_INPUTS: dict[str, tuple[dict[str, Array], list[str]]] = {
-    "none": ({}, ["missing: 'x'"]),
-    "wrong name": ({"X": np.zeros((6, 64), np.float32)}, ["missing: 'x'", "unknown: 'X'"]),
-    "one too many": ({"x": np.zeros((6, 64), np.float32), "y": np.zeros(1)}, ["unknown: 'y'"]),
-    "wrong shape": ({"x": np.zeros((6, 65), np.float32)}, ["'x'", "[rows, 64]", "[6, 65]"]),
-    "wrong rank": ({"x": np.zeros(64, np.float32)}, ["'x'", "[rows, 64]", "[64]"]),
-    "wrong dtype": ({"x": np.zeros((6, 64))}, ["'x'", "float32", "float64"]),
-    "pickled": ({"x": np.array([None, 1])}, ["'x'", "pickled"]),
-}
-
-
-@pytest.mark.parametrize("case", BAD_INPUTS)
-def test_bad_inputs(shell: Shell, tmp_path: Path, case: str) -> None:
-    arrays, words = BAD_INPUTS[case]
-    np.savez(tmp_path / "in.npz", **arrays)
-    shell("run", EXAMPLE, tmp_path / "in.npz", "-o", tmp_path / "out.npz", "--provider", "cpu").failed(*words)
-    assert not (tmp_path / "out.npz").exists()
-
-
 @pytest.mark.parametrize("command", [("run", EXAMPLE_INPUTS), ("inspect",), ("compile", "--arch", "sm_90a")])
 @pytest.mark.parametrize("damage", ["empty", "text", "truncated"])
 def test_bad_models(shell: Shell, tmp_path: Path, command: tuple[object, ...], damage: str) -> None:
@@ -285,18 +95,6 @@ def test_bad_models(shell: Shell, tmp_path: Path, command: tuple[object, ...], d
     path = tmp_path / "bad.onnx"
     path.write_bytes({"empty": b"", "text": b"not a model\n" * 9, "truncated": good[: len(good) // 2]}[damage])
     shell(command[0], path, *command[1:]).failed("bad.onnx")
-
-
-def test_declined_nodes_fail_to_run(shell: Shell, tmp_path: Path) -> None:
-    problem = build(Recipe())
-    problem.attributes["use_sparse_mixer"] = 1
-    model, inputs = model_of(problem, tmp_path / "m.onnx"), inputs_of(problem, tmp_path / "in.npz")
-    shell("run", model, inputs, "--provider", "cpu").failed("use_sparse_mixer")
-
-
-def test_what_the_evaluator_refuses_is_bad_input(shell: Shell, tmp_path: Path) -> None:
-    np.savez(tmp_path / "in.npz", x=np.zeros(2, np.float32), y=np.zeros(3, np.float32))
-    shell("run", addition(tmp_path / "add.onnx"), tmp_path / "in.npz", "--provider", "cpu").failed("add.onnx")
 
 
 # --- inspect -----------------------------------------------------------------------------------------
@@ -464,7 +262,7 @@ def test_doctor_finds_each_thing_missing(
     simulated.fail("nvrtcVersion")
     simulated.fail("cuDeviceGetName")
     findings = {finding["what"]: finding for finding in shell.json("doctor")}
-    for what in ("numpy", "GPU 0", "CUDA headers", "cache folder"):
+    for what in ("numpy", "compiled CPU kernels", "GPU 0", "CUDA headers", "cache folder"):
         assert not findings[what]["works"], what
     simulated.heal()
     monkeypatch.setenv("QMOE_EP_CACHE_DISABLE", "1")

@@ -132,6 +132,11 @@ def test_bad_members(tmp_path: Path, case: str, compression: int) -> None:
         ArrayArchive(archive_of(tmp_path / "a.npz", members, compression)).read("x")
 
 
+def test_what_is_no_file() -> None:
+    with pytest.raises(QMoEError, match="not a file"):
+        ArrayArchive(os.devnull)
+
+
 def test_the_same_name_twice(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("x.npy", npy(np.zeros(1)))

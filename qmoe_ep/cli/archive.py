@@ -59,6 +59,8 @@ class ArrayArchive:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        if self.path.exists() and not self.path.is_file():
+            raise QMoEError(f"{self.path}: not a file, so no .npz archive; give the path of one")
         with self._open() as archive:
             self.arrays = self._describe(archive)
 

@@ -15,6 +15,7 @@ from qmoe_ep.cli.main import debug_option, json_option
 
 __all__ = ["Finding", "command", "examine"]
 
+_COMPILED = "compiled CPU kernels"
 _PACKAGES = ("numpy", "ml_dtypes", "onnx", "cuda-python")
 
 
@@ -34,7 +35,7 @@ class Finding:
 def command(as_json: bool) -> None:
     """Look at Python, driver, GPU, NVRTC, headers and the cache folder, and say how to get what is missing.
 
-    The CPU provider needs none of the last five, so what is missing is no error.
+    The CPU provider needs no driver, GPU, NVRTC, headers or cache folder, so what is missing is no error.
     """
     from qmoe_ep.cli.output import print_json, print_table
 
@@ -46,14 +47,22 @@ def command(as_json: bool) -> None:
         ("", "works", "details", "how to get it"),
         [(f.what, "yes" if f.works else "no", f.details, f.remedy) for f in findings],
     )
-    cuda = all(f.works for f in findings)
+    cuda = all(f.works for f in findings if f.what != _COMPILED)
     click.echo("CPU and CUDA can be used" if cuda else "The CPU can be used; CUDA needs what is missing above")
 
 
 def examine() -> list[Finding]:
     """Look at everything; each look is on its own, so that one that fails doesn't hide the rest."""
     findings: list[Finding] = []
-    looks: tuple[Callable[[], Iterator[Finding]], ...] = (_python, _packages, _driver, _nvrtc, _headers, _cache)
+    looks: tuple[Callable[[], Iterator[Finding]], ...] = (
+        _python,
+        _packages,
+        _compiled,
+        _driver,
+        _nvrtc,
+        _headers,
+        _cache,
+    )
     for look in looks:
         findings += look()
     return findings
@@ -70,6 +79,13 @@ def _packages() -> Iterator[Finding]:
             yield Finding(name, True, metadata.version(name))
         except metadata.PackageNotFoundError:
             yield Finding(name, False, "not installed", f"pip install {name}")
+
+
+def _compiled() -> Iterator[Finding]:
+    try:
+        yield Finding(_COMPILED, True, f"llvmlite {metadata.version('llvmlite')}")
+    except metadata.PackageNotFoundError:
+        yield Finding(_COMPILED, False, "llvmlite is not installed; NumPy is slower", 'pip install "qmoe-ep[jit]"')
 
 
 def _driver() -> Iterator[Finding]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -102,9 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     success has said so in one line on standard error.
     """
     settings = Settings()
+    arguments = None if arguments is None else list(arguments)
     try:
-        arguments = None if arguments is None else list(arguments)
-        result = cli.main(arguments, prog_name="qmoe-ep", standalone_mode=False, obj=settings)
+        with _warnings_on_success():
+            result = cli.main(arguments, prog_name="qmoe-ep", standalone_mode=False, obj=settings)
         return result if isinstance(result, int) else 0
     except click.Abort:
         return _fail(INTERRUPTED, "interrupted")
@@ -117,6 +120,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if settings.debug:
             raise
         return _explain(error)
+
+
+class _Held(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@contextlib.contextmanager
+def _warnings_on_success() -> Iterator[None]:
+    """Print the package's warnings at the end; a command that fails says only why."""
+    log, handler = logging.getLogger("qmoe_ep"), _Held()
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+    for record in handler.records:
+        click.echo(f"qmoe-ep: {record.levelname.lower()}: {record.getMessage()}", err=True)
 
 
 def _explain(error: Exception) -> int:

@@ -14,6 +14,7 @@ from qmoe_ep.cli.main import debug_option, json_option, layout_option, model_arg
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from qmoe_ep.offload import OffloadStats
     from qmoe_ep.onnx import LoadedModel
 
 __all__ = ["command"]
@@ -31,6 +32,19 @@ __all__ = ["command"]
     help="Where QMoE nodes run; auto takes CUDA if it can be used.",
 )
 @layout_option
+@click.option(
+    "--offload",
+    is_flag=True,
+    help="Page experts from the model's external data instead of holding them all; on the CPU.",
+)
+@click.option(
+    "--host-cache-bytes",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="With --offload: float32 bytes of expanded experts that may be kept.",
+)
 @json_option
 @debug_option
 def command(
@@ -39,6 +53,8 @@ def command(
     output: str | None,
     provider: str,
     weights_layout: Literal["raw", "sm80"] | None,
+    offload: bool,
+    host_cache_bytes: int,
     as_json: bool,
 ) -> None:
     """Run a model on the arrays of an .npz file, which are named like the graph's inputs.
@@ -51,18 +67,23 @@ def command(
 
     if output is not None and not Path(output).absolute().parent.is_dir():
         raise click.UsageError(f"-o {output}: its folder doesn't exist.")
+    if offload and provider == "cuda":
+        raise click.UsageError("--offload is for the CPU; use --provider cpu, or leave it out.")
     loaded = models.load_model(model)
     arrays = _read_inputs(loaded, inputs)
-    provider_context, which = open_provider(provider)
+    provider_context, which = open_provider(provider, offload=offload, host_cache_bytes=host_cache_bytes)
     with provider_context as chosen, progress_bar(f"running on {chosen.name}"):
+        if host_cache_bytes and not getattr(chosen, "weight_offload", False):
+            raise click.UsageError("--host-cache-bytes has no effect without --offload; give both.")
         started = time.perf_counter()
         results = _evaluate(loaded, arrays, chosen, weights_layout)
         seconds = time.perf_counter() - started
+        paging = chosen.offload_stats() if chosen.name == "cpu" else None
     if output is not None:
         from qmoe_ep.cli.archive import write_archive
 
         write_archive(output, results)
-    _print(arrays, results, which, seconds, as_json)
+    _print(arrays, results, which, seconds, paging, as_json)
 
 
 def _read_inputs(loaded: LoadedModel, path: str) -> dict[str, NDArray[Any]]:
@@ -127,6 +148,7 @@ def _print(
     results: Mapping[str, NDArray[Any]],
     which: str,
     seconds: float,
+    paging: OffloadStats | None,
     as_json: bool,
 ) -> None:
     from qmoe_ep.cli.output import print_json, print_table
@@ -136,7 +158,8 @@ def _print(
             {name: {"shape": list(a.shape), "dtype": str(a.dtype)} for name, a in group.items()}
             for group in (arrays, results)
         ]
-        print_json({"provider": which, "seconds": seconds, "inputs": shapes[0], "outputs": shapes[1]})
+        printed = {"provider": which, "seconds": seconds, "inputs": shapes[0], "outputs": shapes[1]}
+        print_json(printed if paging is None else {**printed, "paging": paging.to_dict()})
         return
     rows = [
         (kind, name, str(list(a.shape)), str(a.dtype))
@@ -146,3 +169,24 @@ def _print(
     print_table(("", "name", "shape", "dtype"), rows)
     click.echo(f"provider: {which}")
     click.echo(f"time: {1000 * seconds:.1f} ms")
+    if paging is not None:
+        _print_paging(paging)
+
+
+def _print_paging(paging: OffloadStats) -> None:
+    from qmoe_ep.cli.output import bytes_text
+
+    if not paging.layer_executions:
+        click.echo("paging: no call paged experts; their tensors must be external data, one expert after the other")
+        return
+    cache = paging.cache
+    click.echo(
+        f"paging: {bytes_text(paging.bytes_read)} read, {paging.layer_executions} layer executions, "
+        f"{paging.active_experts} routes to {paging.unique_experts} experts, "
+        f"at most {paging.peak_dequantized_experts} expanded at once"
+    )
+    click.echo(
+        f"host cache: {cache.hits} hits, {cache.misses} misses, {cache.evictions} evictions, "
+        f"{bytes_text(cache.bytes_owned)} held of {bytes_text(cache.budget)}, "
+        f"at most {bytes_text(cache.peak_bytes_owned)}"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABCMeta
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -26,7 +27,7 @@ from qmoe_ep.onnx.tensors import is_external
 from qmoe_ep.operator import DOMAIN, OP_TYPE, ROUTER_WEIGHTS, Layout, QMoENode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -85,6 +86,8 @@ class _Runner:
 def reference_ops(provider: Provider, weights_layout: Layout | None = None) -> type[OpRun]:
     """The operator for an evaluator of onnx: ``ReferenceEvaluator(model, new_ops=[reference_ops(provider)])``.
 
+    Weights come with each call, as the evaluator holds them; a :class:`Session` gives them to the kernels once.
+
     Parameters
     ----------
     provider : whose kernels execute the nodes, one kernel per node for the evaluator's life
@@ -92,13 +95,21 @@ def reference_ops(provider: Provider, weights_layout: Layout | None = None) -> t
 
     Returns
     -------
-    a class; making an evaluator raises :class:`QMoEError` if a node is declined
+    a class, which is also an iterable of itself, so that the brackets may be left out; making an evaluator raises
+    :class:`QMoEError` if a node is declined
     """
     return _operator_class(provider, weights_layout, {})
 
 
+class _OnlyItself(ABCMeta):
+    """Classes that can stand where a list of classes is expected."""
+
+    def __iter__(cls) -> Iterator[type]:
+        yield cls
+
+
 def _operator_class(provider: Provider, layout: Layout | None, runners: Mapping[str, _Runner]) -> type[OpRun]:
-    class Operator(OpRun):
+    class Operator(OpRun, metaclass=_OnlyItself):
         op_domain = DOMAIN
         _count = len(runners)
 
@@ -220,10 +231,11 @@ class Session:
             kept = [tensor for tensor in inner.initializer if tensor.name in used]
             del inner.initializer[:]
             inner.initializer.extend(kept)
-        for tensor in stored_tensors(copy.graph):
+        for tensor in stored_tensors(copy):
             if is_external(tensor):
-                embedded = onnx.numpy_helper.from_array(np.asarray(self.model.read(tensor)), tensor.name)
-                tensor.CopyFrom(embedded)
+                tensor.raw_data = self.model.read_external(tensor).tobytes()
+                tensor.ClearField("external_data")
+                tensor.ClearField("data_location")
         return copy
 
     def _check_inputs(self, inputs: Mapping[str, object]) -> None:

@@ -13,11 +13,11 @@ import onnx.inliner
 from google.protobuf.message import DecodeError
 
 from qmoe_ep.errors import QMoEError
-from qmoe_ep.onnx.tensors import numpy_dtype, read_tensor
+from qmoe_ep.onnx.tensors import external_bytes, numpy_dtype, read_tensor
 from qmoe_ep.operator import DOMAIN, OP_TYPE, ROUTER_WEIGHTS, QMoENode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -87,8 +87,17 @@ class LoadedModel:
 
     def read(self, tensor: onnx.TensorProto) -> NDArray[Any]:
         """The array of a tensor of this model, as :meth:`tensor`."""
+        return self._located(read_tensor, tensor)
+
+    def read_external(self, tensor: onnx.TensorProto) -> NDArray[np.uint8]:
+        """The bytes of a tensor of this model that are in another file, mapped read-only."""
+        return self._located(external_bytes, tensor)
+
+    def _located(
+        self, read: Callable[[onnx.TensorProto, Path], NDArray[Any]], tensor: onnx.TensorProto
+    ) -> NDArray[Any]:
         try:
-            return read_tensor(tensor, self.path.parent)
+            return read(tensor, self.path.parent)
         except QMoEError as error:
             raise QMoEError(f"{self.path}: {error}") from error
 
@@ -116,6 +125,8 @@ def load_model(path: str | os.PathLike[str]) -> LoadedModel:
     """
     path = Path(path)
     try:
+        if path.exists() and not path.is_file():
+            raise QMoEError(f"{path}: not a file, so no ONNX model; give the path of one")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > _PROTOBUF_LIMIT:
@@ -207,15 +218,40 @@ def names_used(graph: onnx.GraphProto) -> set[str]:
     return used
 
 
-def stored_tensors(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    """Every tensor that a graph and its subgraphs store: initializers and values of attributes."""
-    for inner in walk_graphs(graph):
-        yield from inner.initializer
-        for node in inner.node:
-            for attribute in node.attribute:
-                if attribute.type == onnx.AttributeProto.TENSOR:
-                    yield attribute.t
-                yield from attribute.tensors
+def stored_tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Every tensor that a model stores: initializers and values of attributes, in subgraphs and local functions too."""
+    yield from _tensors_of_graph(model.graph)
+    for function in model.functions:
+        yield from _tensors_of_attributes(function.attribute_proto)
+        for node in function.node:
+            yield from _tensors_of_attributes(node.attribute)
+
+
+def _tensors_of_graph(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
+    yield from graph.initializer
+    yield from _parts(graph.sparse_initializer)
+    for node in graph.node:
+        yield from _tensors_of_attributes(node.attribute)
+
+
+def _tensors_of_attributes(attributes: Iterable[onnx.AttributeProto]) -> Iterator[onnx.TensorProto]:
+    for attribute in attributes:
+        if attribute.type == onnx.AttributeProto.TENSOR:
+            yield attribute.t
+        elif attribute.type == onnx.AttributeProto.GRAPH:
+            yield from _tensors_of_graph(attribute.g)
+        elif attribute.type == onnx.AttributeProto.SPARSE_TENSOR:
+            yield from _parts([attribute.sparse_tensor])
+        yield from attribute.tensors
+        yield from _parts(attribute.sparse_tensors)
+        for graph in attribute.graphs:
+            yield from _tensors_of_graph(graph)
+
+
+def _parts(sparse: Iterable[onnx.SparseTensorProto]) -> Iterator[onnx.TensorProto]:
+    for tensor in sparse:
+        yield tensor.values
+        yield tensor.indices
 
 
 # --- inputs and outputs ----------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def quantize_model(
 def _check_target(loaded: LoadedModel, source: Path, target: Path) -> None:
     data = target.with_name(target.name + ".data")
     sources = [source]
-    sources += [external_file(t, source.parent) for t in stored_tensors(loaded.proto.graph) if is_external(t)]
+    sources += [external_file(t, source.parent) for t in stored_tensors(loaded.proto) if is_external(t)]
     for path in (target, data):
         if path.exists() and any(os.path.samefile(path, s) for s in set(sources)):
             raise QMoEError(f"{path} belongs to the model that is read; give another name for the result")
@@ -247,9 +247,11 @@ def _write_tensors(
         for part in (graph.initializer, graph.input):
             for index in reversed([i for i, item in enumerate(part) if item.name in gone]):
                 del part[index]
-    for tensor in stored_tensors(loaded.proto.graph):
+    for tensor in stored_tensors(loaded.proto):
         if is_external(tensor):
-            writer.store(tensor, loaded.read(tensor), key=tuple(sorted((e.key, e.value) for e in tensor.external_data)))
+            stored = loaded.read_external(tensor)
+            place = tuple(sorted((e.key, e.value) for e in tensor.external_data if e.key in ("location", "offset")))
+            writer.store(tensor, stored, key=(place, stored.size))
     for graph, fresh in added:
         graph.initializer.extend(fresh)
 

@@ -22,7 +22,7 @@ from qmoe_ep.errors import QMoEError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["external_file", "is_external", "numpy_dtype", "read_tensor", "tensor_shape"]
+__all__ = ["external_bytes", "external_file", "is_external", "numpy_dtype", "read_tensor", "tensor_shape"]
 
 _ML_DTYPES = {
     "BFLOAT16": "bfloat16",
@@ -90,7 +90,7 @@ def read_tensor(tensor: TensorProto, folder: Path) -> NDArray[Any]:
     """
     shape, dtype = tensor_shape(tensor), numpy_dtype(tensor.data_type)
     if is_external(tensor):
-        stored = _map(tensor, folder, _stored_bytes(tensor, shape, dtype))
+        stored = external_bytes(tensor, folder)
         if dtype is not None:
             return stored.view(dtype).reshape(shape)
         plain = TensorProto(name=tensor.name, data_type=tensor.data_type, dims=shape, raw_data=stored.tobytes())
@@ -144,7 +144,18 @@ def _to_array(tensor: TensorProto, shape: tuple[int, ...]) -> NDArray[Any]:
 # --- external data ---------------------------------------------------------------------------------
 
 
-def _stored_bytes(tensor: TensorProto, shape: tuple[int, ...], dtype: np.dtype[Any] | None) -> int:
+def external_bytes(tensor: TensorProto, folder: Path) -> NDArray[np.uint8]:
+    """The bytes of a tensor of another file, read-only and mapped unless there are none.
+
+    Raises
+    ------
+    QMoEError : as :func:`read_tensor`.
+    """
+    return _map(tensor, folder, _stored_size(tensor))
+
+
+def _stored_size(tensor: TensorProto) -> int:
+    shape, dtype = tensor_shape(tensor), numpy_dtype(tensor.data_type)
     if dtype is not None:
         return math.prod(shape) * dtype.itemsize
     try:
