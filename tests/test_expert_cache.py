@@ -65,6 +65,15 @@ def test_history_is_halved_when_idle() -> None:
         assert ("a" in cache) == cached
 
 
+def test_a_longer_memory() -> None:
+    # As many requests lie between those of one key as in a model of many layers.
+    for ageing, hits in ((64, 0), (100, 3 * 100)):
+        cache: ExpertCache[str] = ExpertCache(1000, ageing)
+        for _ in range(5):
+            request(cache, *(str(i) for i in range(100)))
+        assert cache.figures().hits == hits
+
+
 def test_only_less_frequent_entries_make_room() -> None:
     cache: ExpertCache[str] = ExpertCache(8)
     request(cache, "a", "a", "b", "b")  # both enter with frequency 2

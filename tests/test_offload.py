@@ -279,6 +279,17 @@ def test_environment(stored: PagedFile, monkeypatch: pytest.MonkeyPatch) -> None
             CpuExecutionProvider()
 
 
+def test_the_memory_of_the_cache(stored: PagedFile) -> None:
+    for ageing, hits in ((1, 0), (4, 4)):
+        provider = CpuExecutionProvider(weight_offload=True, host_cache_bytes=4 * X, host_cache_ageing=ageing)
+        kernel = stored.kernel(provider)
+        for _ in range(3):
+            kernel(*routed(PROBLEM, range(4)))
+        assert figures(provider).cache_hits == hits
+    with pytest.raises(QMoEError, match="host_cache_ageing"):
+        CpuExecutionProvider(host_cache_ageing=0)
+
+
 def test_a_budget_that_is_no_size() -> None:
     for budget in (-1, 1.5):
         with pytest.raises(QMoEError, match="host_cache_bytes"):

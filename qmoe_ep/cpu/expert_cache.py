@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 from qmoe_ep.errors import QMoEError
 from qmoe_ep.offload import CacheFigures
 
-__all__ = ["ExpertCache", "Lease"]
+__all__ = ["AGEING_TICKS", "ExpertCache", "Lease"]
 
 T = TypeVar("T")
 
@@ -68,6 +68,8 @@ class ExpertCache(Generic[T]):
     Parameters
     ----------
     budget : bytes that cached experts may hold; 0 caches nothing
+    ageing_ticks : requests after which what is known of an uncached key is halved. A key that is asked for less often
+        than that is never cached, so a model with more requests per token needs more
 
     Attributes
     ----------
@@ -75,8 +77,9 @@ class ExpertCache(Generic[T]):
         :meth:`resize` does so at once, or refuses
     """
 
-    def __init__(self, budget: int = 0) -> None:
+    def __init__(self, budget: int = 0, ageing_ticks: int = AGEING_TICKS) -> None:
         self.budget = budget
+        self._ageing_ticks = ageing_ticks
         self._lock = threading.Lock()
         self._clock = 0
         self._entries: dict[Hashable, _Entry[T]] = {}
@@ -157,7 +160,7 @@ class ExpertCache(Generic[T]):
         frequency, last = history.pop(key, (0, now))
         if len(history) >= HISTORY_ENTRIES:
             del history[min(history, key=history.__getitem__)]
-        if now - last > AGEING_TICKS:
+        if now - last > self._ageing_ticks:
             frequency //= 2
         history[key] = (frequency + 1, now)
         return frequency + 1

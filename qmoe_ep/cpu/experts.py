@@ -13,7 +13,7 @@ import numpy as np
 from qmoe_ep import offload
 from qmoe_ep.cpu.expert_cache import ExpertCache
 from qmoe_ep.cpu.mapped import MappedTensor, open_tensor
-from qmoe_ep.cpu.products import Expanded, ExpertWeights, Packed, aligned_empty
+from qmoe_ep.cpu.products import Expanded, ExpertWeights, Packed, aligned_bytes, aligned_rows
 from qmoe_ep.offload import LayerFigures, OffloadStats, UseCounters
 from qmoe_ep.operator import INPUT_NAMES, MATRIX_INPUTS
 
@@ -42,8 +42,11 @@ class ExpertSource(Protocol):
     def execution(self, experts: Sequence[int], routes: int) -> contextlib.AbstractContextManager[None]:
         """Surround a call that uses ``experts``, distinct ones in order of use, for ``routes`` routes."""
 
-    def use(self, expert: int) -> contextlib.AbstractContextManager[ExpertWeights]:
-        """One expert's weights, valid inside the ``with`` block."""
+    def use(self, experts: Sequence[int]) -> contextlib.AbstractContextManager[ExpertWeights]:
+        """Weights of the experts that a call uses next, valid inside the ``with`` block."""
+
+    def places(self, experts: Sequence[int]) -> Sequence[int]:
+        """Where they are in the first dimension of those weights."""
 
 
 class ResidentExperts:
@@ -65,22 +68,23 @@ class ResidentExperts:
         """Nothing to prepare."""
         return contextlib.nullcontext()
 
-    def use(self, expert: int) -> contextlib.AbstractContextManager[ExpertWeights]:
-        """Views of one expert's operands."""
+    def use(self, experts: Sequence[int]) -> contextlib.AbstractContextManager[ExpertWeights]:
+        """The operands."""
         fc3 = self._experts.fc3
         return contextlib.nullcontext(
             ExpertWeights(
-                fc1=self._packed(self._experts.fc1, expert),
-                fc2=self._packed(self._experts.fc2, expert),
-                fc3=None if fc3 is None else self._packed(fc3, expert),
+                fc1=self._packed(self._experts.fc1),
+                fc2=self._packed(self._experts.fc2),
+                fc3=None if fc3 is None else self._packed(fc3),
             )
         )
 
-    def _packed(self, matrix: ExpertMatrix, expert: int) -> Packed:
-        own: list[Any] = [
-            None if self._operands[i] is None else self._operands[i][expert] for i in MATRIX_INPUTS[matrix.name]
-        ]
-        weights, scales, bias, zero_points = own
+    def places(self, experts: Sequence[int]) -> Sequence[int]:
+        """Their numbers."""
+        return experts
+
+    def _packed(self, matrix: ExpertMatrix) -> Packed:
+        weights, scales, bias, zero_points = (self._operands[index] for index in MATRIX_INPUTS[matrix.name])
         return Packed(matrix, weights, scales, zero_points, bias)
 
 
@@ -93,15 +97,16 @@ class Pager:
     Parameters
     ----------
     budget : bytes of float32 that the host cache may hold
+    ageing_ticks : of the host cache, see :class:`ExpertCache`
 
     Attributes
     ----------
     turn : held during a paged call, so that calls of several threads don't each expand an expert at the same time
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, ageing_ticks: int) -> None:
         self.turn = threading.Lock()
-        self.cache: ExpertCache[ExpertWeights] = ExpertCache(budget)
+        self.cache: ExpertCache[ExpertWeights] = ExpertCache(budget, ageing_ticks)
         self.counters = UseCounters()
         self._scratch: dict[str, NDArray[np.uint8]] = {}
         offload.register(self)
@@ -111,8 +116,13 @@ class Pager:
         memory = self._scratch.get(slot)
         if memory is None or memory.size < nbytes:
             self._scratch.pop(slot, None)
-            memory = self._scratch[slot] = aligned_empty(nbytes)
+            memory = self._scratch[slot] = aligned_bytes(nbytes)
         return memory[:nbytes]
+
+    def rows(self, slot: str, count: int, features: int) -> Floats:
+        """Reusable rows, float32 [count, features], likewise."""
+        rows: Floats = self.scratch(slot, 4 * count * features).view(np.float32).reshape(count, features)
+        return rows
 
     def stats(self) -> OffloadStats:
         """Figures of the provider."""
@@ -203,8 +213,13 @@ class PagedExperts:
             used = LayerFigures(executions=1, active_experts=routes, unique_experts=len(experts))
             self._pager.counters.add(self._layer, used)
 
-    def use(self, expert: int) -> contextlib.AbstractContextManager[ExpertWeights]:
+    def places(self, experts: Sequence[int]) -> Sequence[int]:
+        """There is one at a time."""
+        return [0]
+
+    def use(self, experts: Sequence[int]) -> contextlib.AbstractContextManager[ExpertWeights]:
         """One expert, expanded; the next one's bytes are asked for meanwhile."""
+        (expert,) = experts
         following = self._following.get(expert)
         if following is not None and (*self._key, following) not in self._pager.cache:
             for tensor in self._tensors.values():
@@ -225,15 +240,15 @@ class PagedExperts:
         own = self._biases.get(bias)
         packed = Packed(
             matrix,
-            self._read(weights, expert),
-            self._read(scales, expert),
-            self._read(zero_points, expert) if zero_points in self._tensors else None,
-            None if own is None else own[expert],
+            self._read(weights, expert)[None],
+            self._read(scales, expert)[None],
+            self._read(zero_points, expert)[None] if zero_points in self._tensors else None,
+            None,
         )
-        nbytes = 4 * matrix.out_features * matrix.in_features
-        memory = aligned_empty(nbytes) if keep else self._pager.scratch(matrix.name, nbytes)
-        out: Floats = memory.view(np.float32).reshape(matrix.out_features, matrix.in_features)
-        return self._products.expand(packed, out)
+        rows, depth = matrix.out_features, matrix.in_features
+        out = aligned_rows(rows, depth) if keep else self._pager.rows(matrix.name, rows, depth)
+        self._products.expand(packed, 0, out)
+        return Expanded(out[None], None if own is None else own[expert : expert + 1].astype(np.float32))
 
     def _read(self, index: int, expert: int) -> NDArray[Any]:
         tensor = self._tensors[index]

@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -21,7 +19,7 @@ from qmoe_ep.activation import activate
 from qmoe_ep.call import CallDescription, check_constants, describe_call, merge_operands
 from qmoe_ep.cpu.experts import ExpertSource, PagedExperts, ResidentExperts, open_pages, with_raw_layout
 from qmoe_ep.cpu.mapped import read_whole
-from qmoe_ep.cpu.products import Product, aligned_empty
+from qmoe_ep.cpu.products import Product, aligned_rows
 from qmoe_ep.errors import QMoEError
 from qmoe_ep.operator import INPUT_NAMES, MATRIX_INPUTS, ROUTER_WEIGHTS, Layout, QMoENode, resolve_layout
 from qmoe_ep.quantization import sm80_to_raw
@@ -43,6 +41,9 @@ Signature: TypeAlias = tuple[tuple[tuple[int, ...], Any] | None, ...]
 _MAX_SIGNATURES = 64
 _BATCH_BYTES = 64 << 20
 """What the rows between FC1 and FC2 of several experts that are computed together may take."""
+
+_ROW_GAP = 16
+"""Float32 values between rows: a cache line."""
 
 _log = logging.getLogger("qmoe_ep")
 
@@ -182,7 +183,7 @@ class CpuKernel:
     def _compute(self, call: CallDescription, operands: Sequence[Any], rows: int) -> tuple[Floats, NDArray[np.int32]]:
         """Float32 [rows, H] of the first ``rows`` rows, and the experts that they select, int32 [rows, k]."""
         experts = call.experts
-        x = operands[0].reshape(call.rows, experts.hidden_size)[:rows].astype(np.float32)
+        x = _float_rows(operands[0].reshape(call.rows, experts.hidden_size)[:rows])
         router_weights = operands[ROUTER_WEIGHTS]
         chosen, weights = route(
             operands[1].reshape(call.rows, experts.num_experts)[:rows],
@@ -192,16 +193,22 @@ class CpuKernel:
         )
         routes = _Routes.by_expert(chosen)
         source = self._source(call, operands)
-        contributions = _rows(routes.count, experts.hidden_size)
+        contributions = aligned_rows(routes.count, experts.hidden_size)
         with np.errstate(all="ignore"), source.execution(routes.experts, routes.count):
             for batch in routes.batches(1 if source.one_by_one else _routes_at_once(call)):
-                with ExitStack() as held:
-                    used = [held.enter_context(source.use(expert)) for expert in batch.experts]
-                    part = slice(batch.bounds[0], batch.bounds[-1])
-                    _run_experts(call, self._products, used, batch, x[batch.rows], contributions[part])
-            output = np.zeros((rows, experts.hidden_size), np.float32)
-            for slot in range(call.top_k):
-                output += weights[:, slot, None].astype(np.float32) * contributions[routes.places[:, slot]]
+                with source.use(batch.experts) as used:
+                    places, part = source.places(batch.experts), slice(batch.bounds[0], batch.bounds[-1])
+                    _run_experts(call, self._products, used, places, batch, x, contributions[part])
+        output = np.zeros((rows, experts.hidden_size), np.float32)
+
+        def combine(part: slice) -> None:
+            with np.errstate(all="ignore"):
+                for slot in range(call.top_k):
+                    routed = contributions[routes.places[part, slot]]
+                    routed *= weights[part, slot, None].astype(np.float32)
+                    output[part] += routed
+
+        self._products.for_rows(rows, experts.hidden_size, combine)
         return output, chosen
 
 
@@ -246,12 +253,6 @@ class _Routes:
                 first = last
 
 
-def _rows(count: int, features: int) -> Floats:
-    """Undefined rows, float32 [count, features]."""
-    rows: Floats = aligned_empty(4 * count * features).view(np.float32).reshape(count, features)
-    return rows
-
-
 def _routes_at_once(call: CallDescription) -> int:
     experts = call.experts
     between = experts.fc1.out_features + (0 if experts.fc3 is None else experts.inter_size) + experts.inter_size
@@ -259,26 +260,45 @@ def _routes_at_once(call: CallDescription) -> int:
 
 
 def _run_experts(
-    call: CallDescription, products: Products, used: Sequence[ExpertWeights], batch: _Routes, x: Floats, out: Floats
+    call: CallDescription,
+    products: Products,
+    used: ExpertWeights,
+    places: Sequence[int],
+    batch: _Routes,
+    x: Floats,
+    out: Floats,
 ) -> None:
-    """W2·activation(W1·x + b1) + b2 of each expert for its rows of x [tokens, H], written to out [tokens, H]."""
-    experts = call.experts
-    parts = [slice(low - batch.bounds[0], high - batch.bounds[0]) for low, high in pairwise(batch.bounds)]
-    fc1 = _rows(x.shape[0], experts.fc1.out_features)
-    work = [Product(expert.fc1, x[part], fc1[part]) for expert, part in zip(used, parts, strict=True)]
+    """W2·activation(W1·x + b1) + b2 of the batch's routes, from x [rows, ≥ H] to out [routes, H]."""
+    experts, tokens = call.experts, batch.count
+    bounds = [bound - batch.bounds[0] for bound in batch.bounds]
+    rows = x[batch.rows][:, : experts.hidden_size]
+    fc1 = aligned_rows(tokens, experts.fc1.out_features)
+    work = [Product(used.fc1, rows, fc1)]
     gate, up = fc1, None
     if experts.gating == "interleaved":
         gate, up = fc1[:, 0::2], fc1[:, 1::2]
     elif experts.gating == "halves":
         gate, up = fc1[:, : experts.inter_size], fc1[:, experts.inter_size :]
-    elif experts.fc3 is not None:
-        up = _rows(x.shape[0], experts.inter_size)
-        for expert, part in zip(used, parts, strict=True):
-            if expert.fc3 is not None:
-                work.append(Product(expert.fc3, x[part], up[part]))
-    products.run(work)
-    activated = activate(call.node, gate, up)
-    products.run([Product(expert.fc2, activated[part], out[part]) for expert, part in zip(used, parts, strict=True)])
+    elif used.fc3 is not None:
+        up = aligned_rows(tokens, experts.inter_size)
+        work.append(Product(used.fc3, rows, up))
+    products.run(work, places, bounds)
+    activated = aligned_rows(tokens, experts.inter_size)
+
+    def apply(part: slice) -> None:
+        with np.errstate(all="ignore"):
+            activated[part] = activate(call.node, gate[part], None if up is None else up[part])
+
+    products.for_rows(tokens, experts.inter_size, apply)
+    products.run([Product(used.fc2, activated, out)], places, bounds)
+
+
+def _float_rows(operand: NDArray[Any]) -> Floats:
+    """Rows as float32, some distance apart so that equal columns don't share a place in caches."""
+    rows, features = operand.shape
+    x = np.zeros((rows, features + _ROW_GAP), np.float32)
+    x[:, :features] = operand
+    return x
 
 
 def _check_arrays(inputs: Sequence[object]) -> None:

@@ -26,6 +26,8 @@ __all__ = ["MappedFile", "MappedTensor", "find_mapping", "open_tensor", "read_wh
 
 _SAMPLE_BYTES = 64
 _READ_BYTES = 1 << 30
+_AHEAD_BYTES = 128 << 10
+"""What is asked for at once: Linux cuts a request down to the device's read-ahead, which is this by default."""
 _serials = itertools.count(1)
 _mappings: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
 _files: weakref.WeakValueDictionary[tuple[Any, ...], MappedFile] = weakref.WeakValueDictionary()
@@ -125,8 +127,11 @@ class MappedFile:
 
     def read_ahead(self, offset: int, nbytes: int) -> None:
         """Ask the system to bring a range into memory, without waiting for it."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        if not hasattr(os, "posix_fadvise"):
+            return
+        for first in range(offset, offset + nbytes, _AHEAD_BYTES):
+            count = min(_AHEAD_BYTES, offset + nbytes - first)
+            os.posix_fadvise(self._descriptor, first, count, os.POSIX_FADV_WILLNEED)
 
 
 def _open(path: str) -> MappedFile | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from qmoe_ep.quantization import dequantize_matrix
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -25,29 +26,34 @@ __all__ = [
     "Product",
     "Products",
     "Weights",
-    "aligned_empty",
+    "aligned_rows",
 ]
 
 Floats: TypeAlias = "NDArray[np.float32]"
-
-
 _ALIGNMENT = 64
 
 
-def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
+def aligned_bytes(nbytes: int) -> NDArray[np.uint8]:
     """Memory whose address is a multiple of a cache line, uint8 [nbytes]; its contents are undefined."""
     memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + nbytes]
 
 
+def aligned_rows(rows: int, features: int) -> Floats:
+    """Undefined rows, float32 [rows, features], from the start of a cache line."""
+    array: Floats = aligned_bytes(4 * rows * features).view(np.float32).reshape(rows, features)
+    return array
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One expert's matrix as it is stored; shapes as in :func:`qmoe_ep.quantization.dequantize_matrix`.
+    """One matrix of several experts as it is stored.
 
     Attributes
     ----------
-    bias : float [out] or None
+    weights, scales, zero_points, bias : with the experts as first dimension; of one expert as in
+        :func:`qmoe_ep.quantization.dequantize_matrix`, bias float [out] or None
     """
 
     matrix: ExpertMatrix
@@ -59,7 +65,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """One expert's matrix as float32 [out, in], contiguous, with its bias float32 [out] or None."""
+    """One matrix of several experts as float32 [experts, out, in], contiguous, with bias float32 [experts, out]."""
 
     weights: Floats
     bias: Floats | None
@@ -70,7 +76,7 @@ Weights: TypeAlias = Packed | Expanded
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One expert's matrices."""
+    """The matrices of several experts."""
 
     fc1: Weights
     fc2: Weights
@@ -79,7 +85,10 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """y = W·x + b for rows x float32 [tokens, in], to be written to y float32 [tokens, out]; both contiguous."""
+    """y = W·x + b for rows sorted by expert: x float32 [tokens, in], y float32 [tokens, out] to be written.
+
+    Rows are contiguous, and those of y follow each other.
+    """
 
     weights: Weights
     x: Floats
@@ -87,8 +96,7 @@ class Product:
 
 
 class Products(Protocol):
-    """A way to compute products. Each row of a result depends on nothing but its row, the matrix and, in NumPy, on
-    how many rows there are, so that it doesn't matter where a matrix comes from.
+    """A way to compute. Results depend on the rows of an expert and its matrix, not on where the matrix comes from.
 
     Attributes
     ----------
@@ -99,11 +107,20 @@ class Products(Protocol):
     name: str
     takes_packed: bool
 
-    def expand(self, packed: Packed, out: Floats) -> Expanded:
-        """Expand a matrix into ``out`` float32 [out, in]; the same values whatever the way."""
+    def expand(self, packed: Packed, expert: int, out: Floats) -> None:
+        """Expand one expert's matrix into ``out`` float32 [out, in]; the same values whatever the way."""
 
-    def run(self, products: Sequence[Product]) -> None:
-        """Compute all of them."""
+    def run(self, products: Sequence[Product], experts: Sequence[int], bounds: Sequence[int]) -> None:
+        """Compute products of the same rows.
+
+        Parameters
+        ----------
+        experts : places in the first dimension of the weights
+        bounds : where the rows of each begin, and the end of the last one's
+        """
+
+    def for_rows(self, count: int, features: int, work: Callable[[slice], None]) -> None:
+        """``work`` on all of ``count`` rows of so many float32 values, in pieces that stay in a cache."""
 
 
 class NumpyProducts:
@@ -112,27 +129,34 @@ class NumpyProducts:
     name = "numpy"
     takes_packed = False
 
-    def expand(self, packed: Packed, out: Floats) -> Expanded:
+    def expand(self, packed: Packed, expert: int, out: Floats) -> None:
         """Expand a matrix."""
         matrix = packed.matrix
         out[...] = dequantize_matrix(
-            packed.weights,
-            packed.scales,
-            packed.zero_points,
+            packed.weights[expert],
+            packed.scales[expert],
+            None if packed.zero_points is None else packed.zero_points[expert],
             bits=matrix.bits,
             block_size=matrix.block_size,
             in_features=matrix.in_features,
             layout=matrix.layout,
         )
-        return Expanded(out, None if packed.bias is None else packed.bias.astype(np.float32))
 
-    def run(self, products: Sequence[Product]) -> None:
-        """Compute one after the other."""
+    def run(self, products: Sequence[Product], experts: Sequence[int], bounds: Sequence[int]) -> None:
+        """Compute one expert after the other."""
         for product in products:
             weights = product.weights
-            if isinstance(weights, Packed):
-                shape = weights.matrix.out_features, weights.matrix.in_features
-                weights = self.expand(weights, np.empty(shape, np.float32))
-            np.matmul(product.x, weights.weights.T, out=product.y)
-            if weights.bias is not None:
-                np.add(product.y, weights.bias, out=product.y)
+            for expert, (first, last) in zip(experts, pairwise(bounds), strict=True):
+                if isinstance(weights, Packed):
+                    matrix = np.empty((weights.matrix.out_features, weights.matrix.in_features), np.float32)
+                    self.expand(weights, expert, matrix)
+                else:
+                    matrix = weights.weights[expert]
+                y = product.y[first:last]
+                np.matmul(product.x[first:last], matrix.T, out=y)
+                if weights.bias is not None:
+                    y += weights.bias[expert].astype(np.float32)
+
+    def for_rows(self, count: int, features: int, work: Callable[[slice], None]) -> None:
+        """Do all at once."""
+        work(slice(0, count))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
+from qmoe_ep.cpu.expert_cache import AGEING_TICKS
 from qmoe_ep.cpu.experts import Pager
 from qmoe_ep.cpu.kernel import CpuKernel
 from qmoe_ep.cpu.products import NumpyProducts, Products
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CpuExecutionProvider"]
 
+_log = logging.getLogger("qmoe_ep")
+
 
 class CpuExecutionProvider:
     """Creates kernels for QMoE nodes on the CPU.
@@ -34,11 +39,18 @@ class CpuExecutionProvider:
     host_cache_bytes : with weight offload, budget of expanded experts kept in memory, in bytes of float32
         (``QMOE_EP_HOST_CACHE_BYTES`` overrides it)
     route_telemetry : hand out telemetry producers
+    kernels : "auto" for compiled products where the extra ``jit`` is installed, "portable" for NumPy
+        (``QMOE_EP_KERNELS=portable`` does the same)
+    threads : that compute, with compiled products; None for as many as the process has cores. NumPy's own library
+        has its own setting
+    host_cache_ageing : requests after which the host cache halves what it knows of an expert that it doesn't hold.
+        Experts that come less often are never cached: for a model with more than 64 selected experts per token over
+        all its layers, give ten times that number or more
 
     Raises
     ------
     QMoEError
-        If a budget isn't a number of bytes.
+        If a budget isn't a number of bytes, or another argument isn't one of its choices.
     """
 
     name = "cpu"
@@ -48,12 +60,32 @@ class CpuExecutionProvider:
         weight_offload: bool = False,
         host_cache_bytes: int = 0,
         route_telemetry: bool = True,
+        kernels: str | None = None,
+        threads: int | None = None,
+        host_cache_ageing: int = AGEING_TICKS,
     ) -> None:
         self.weight_offload = weight_offload or os.environ.get("QMOE_EP_WEIGHT_OFFLOAD", "0") not in ("", "0")
         self._budget = _cache_budget(host_cache_bytes)
         self.telemetry = TelemetryRegistry(host_memory(), enabled=route_telemetry)
-        self._products: Products = NumpyProducts()
-        self._pager = Pager(self._budget) if self.weight_offload else None
+        if host_cache_ageing < 1:
+            raise QMoEError(f"host_cache_ageing: expected at least 1 request, got {host_cache_ageing!r}")
+        self._portable = _forced_portable(kernels)
+        self._threads = _available_cores() if threads is None else threads
+        if self._threads < 1:
+            raise QMoEError(f"threads: expected at least 1, or None for all cores, got {threads!r}")
+        self._pager = Pager(self._budget, host_cache_ageing) if self.weight_offload else None
+
+    @cached_property
+    def _products(self) -> Products:
+        if self._portable:
+            return NumpyProducts()
+        try:
+            from qmoe_ep.cpu.compiled import CompiledProducts
+
+            return CompiledProducts(self._threads)
+        except (ImportError, OSError) as error:
+            _hint(error)
+            return NumpyProducts()
 
     def unsupported_reason(self, node: QMoENode | onnx.NodeProto, weights_layout: Layout | None = None) -> str | None:
         """Why this provider declines a node, or ``None``."""
@@ -139,6 +171,31 @@ class CpuExecutionProvider:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@cache
+def _hint_once() -> None:
+    _log.warning(
+        "CPU kernels run in NumPy, which is several times slower than compiled ones; "
+        "pip install 'qmoe-ep[jit]' for those (no C compiler is needed)"
+    )
+
+
+def _hint(error: Exception) -> None:
+    """Say once per process what would be quicker; why it isn't there is for the debug log."""
+    _hint_once()
+    _log.debug("no compiled CPU kernels: %s", error)
+
+
+def _forced_portable(kernels: str | None) -> bool:
+    value = kernels or os.environ.get("QMOE_EP_KERNELS") or "auto"
+    if value not in ("auto", "portable"):
+        raise QMoEError(f"kernels (or QMOE_EP_KERNELS) must be 'auto' or 'portable', got {value!r}")
+    return value == "portable"
+
+
+def _available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cache_budget(argument: int) -> int:
