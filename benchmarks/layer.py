@@ -26,6 +26,7 @@ from benchmarks.timing import ReadLimit, median_microseconds
 from qmoe_ep import reference
 from qmoe_ep.call import CallDescription, describe_call
 from qmoe_ep.cuda.tensor import DeviceTensor
+from qmoe_ep.routing import select_experts
 
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 SHAPES = {
@@ -118,7 +119,7 @@ class Layer:
         with capture.graph as graph:
             us = median_microseconds(gpu.runtime, graph.replay) / calls
         plan = self.kernel.plan(inputs[0], [output])
-        touched = np.mean([np.unique(reference_experts(logits, self.k)).size for logits in hosts])
+        touched = np.mean([np.unique(select_experts(logits, self.k)).size for logits in hosts])
         call = describe_call(self.node, [inputs[0][0], inputs[0][1], *(self.weights.get(i) for i in range(2, 10))])
         nbytes = int(touched * sum(m.expert_bytes for m in call.experts.matrices))
         limit_us = limit.microseconds(nbytes)
@@ -141,10 +142,10 @@ class Layer:
 
     def error(self, x: np.ndarray[Any, Any], logits: np.ndarray[Any, Any], call: CallDescription) -> float:
         """Largest relative L2 error of the first rows, against the norm of the true row."""
-        x, logits = x[: len(x) if len(x) <= 2 else 2], logits[: len(x) if len(x) <= 2 else 2]
+        x, logits = x[:2], logits[:2]
         output = self.gpu.to_device(np.full(x.shape, np.nan, x.dtype))
         self.kernel.execute([self.gpu.to_device(x), self.gpu.to_device(logits)], [output])
-        chosen = np.unique(reference_experts(logits, self.k))
+        chosen = np.unique(select_experts(logits, self.k))
         operands: list[Any] = [x, logits[:, chosen], *[None] * 8]
         for index, tensor in self.weights.items():
             stride = tensor.nbytes // self.experts
@@ -169,11 +170,6 @@ class Layer:
                 host_time(self.gpu, lambda: self.kernel.execute(operands, [output])),
                 host_time(self.gpu, graph.replay),
             )
-
-
-def reference_experts(logits: np.ndarray[Any, Any], k: int) -> np.ndarray[Any, Any]:
-    """The experts that the operator selects."""
-    return qmoe_ep.routing.select_experts(logits, k)
 
 
 def host_time(gpu: qmoe_ep.CudaExecutionProvider, run: Any) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qmoe_ep.driver import check, driver
+from qmoe_ep.graph_capture import Capture
 from qmoe_ep.kernels.plan import ModuleSource, Step
 from qmoe_ep.nvrtc_cache import ModuleCache
 from qmoe_ep.runtime import Runtime
@@ -78,8 +79,6 @@ class ReadLimit:
         return self._known[nbytes]
 
     def _time(self, nbytes: int, grid: int) -> float:
-        from qmoe_ep.graph_capture import Capture
-
         pieces = max(1, min(16, self._buffer.nbytes // nbytes))
         arguments = _ReadArguments(0, 0, min(nbytes, self._buffer.nbytes) // 16)
         pointers = (("source", "source"), ("sink", "sink"))

@@ -9,9 +9,10 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from qmoe_ep.call import Gating
     from qmoe_ep.operator import QMoENode
 
-__all__ = ["activate", "gelu", "sigmoid"]
+__all__ = ["activate", "gelu", "sigmoid", "split_fused"]
 
 Floats: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -27,6 +28,16 @@ def gelu(x: Floats) -> Floats:
     """The tanh form: 0.5·x·(1 + tanh(√(2/π)·(x + 0.044715·x³))), √(2/π) to double precision."""
     y: Floats = 0.5 * x * (1 + np.tanh(0.7978845608028654 * (x + 0.044715 * x**3)))
     return y
+
+
+def split_fused(gating: Gating, fc1: Floats) -> tuple[Floats, Floats | None]:
+    """Gate and, where FC1 holds both, up of its features [rows, N1], as views."""
+    if gating == "interleaved":
+        return fc1[:, 0::2], fc1[:, 1::2]
+    if gating == "halves":
+        half = fc1.shape[1] // 2
+        return fc1[:, :half], fc1[:, half:]
+    return fc1, None
 
 
 def activate(node: QMoENode, fc1: Floats, up: Floats | None) -> Floats:

@@ -8,7 +8,7 @@ allocates memory; sizes are exact integers. Letters as in :mod:`qmoe_ep.operator
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -40,6 +40,7 @@ __all__ = [
     "Operand",
     "OperandType",
     "check_constants",
+    "check_output",
     "describe_call",
     "describe_experts",
     "merge_operands",
@@ -131,6 +132,11 @@ class Experts:
     def matrices(self) -> tuple[ExpertMatrix, ...]:
         """FC1, FC2 and, where present, FC3."""
         return (self.fc1, self.fc2) if self.fc3 is None else (self.fc1, self.fc2, self.fc3)
+
+    def with_raw_layout(self) -> Experts:
+        """The same experts after a conversion of their weights to the raw layout."""
+        fc3 = None if self.fc3 is None else replace(self.fc3, layout="raw")
+        return replace(self, fc1=replace(self.fc1, layout="raw"), fc2=replace(self.fc2, layout="raw"), fc3=fc3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,6 +434,21 @@ def _check_rows(
     if max(rows, 1) * int(node.k) * widest * 8 > MAX_BYTES:
         raise QMoEError(
             f"input: {rows} rows with k = {node.k} need more than 2^63-1 bytes of intermediate results; split the call"
+        )
+
+
+def check_output(call: CallDescription, output: Operand) -> None:
+    """Check that an output is like input 0.
+
+    Raises
+    ------
+    QMoEError
+        If its dtype or shape differ.
+    """
+    if output.shape != call.input_shape or output.dtype != call.dtype:
+        raise QMoEError(
+            f"output: expected {call.dtype} {list(call.input_shape)} as input 0, "
+            f"got {output.dtype} {list(output.shape)}; allocate it like the input"
         )
 
 

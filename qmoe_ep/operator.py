@@ -278,7 +278,7 @@ def _width_reason(node: QMoENode) -> str | None:
     size = node.block_size
     if size is None:
         return None
-    if not _is_int(size) or (size not in (0, -1) and (size < 16 or size & (size - 1))):
+    if not _is_int(size) or (size not in (0, -1) and not is_block_size(size)):
         return (
             "attribute block_size must be a power of two of at least 16, "
             f"or 0, -1 or absent for row-wise scales, got {size!r}"
@@ -349,6 +349,11 @@ def operands_reason(node: QMoENode, present: Sequence[bool]) -> str | None:
     if present[weights] and not present[scales]:
         return "fc3_scales is required with fc3_experts_weights but absent"
     return None
+
+
+def is_block_size(size: int) -> bool:
+    """Whether weights can share a scale in blocks of this many: a power of two of at least 16."""
+    return size >= 16 and size & (size - 1) == 0
 
 
 def resolve_layout(node: QMoENode, weights_layout: Layout | None = None) -> Layout:

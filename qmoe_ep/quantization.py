@@ -15,7 +15,7 @@ import numpy as np
 
 from qmoe_ep.call import FLOAT_DTYPES, MAX_BYTES, packed_bytes
 from qmoe_ep.errors import QMoEError
-from qmoe_ep.operator import SM80_ROW_TILE
+from qmoe_ep.operator import SM80_ROW_TILE, is_block_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -278,7 +278,7 @@ class QuantizedExperts:
 
 def _block(block_size: int | None, in_features: int) -> int:
     size = block_size if block_size is not None and block_size > 0 else 0
-    if size and (size < 16 or size & (size - 1)):
+    if size and not is_block_size(size):
         raise QMoEError(f"block_size must be a power of two of at least 16, or 0 for row-wise, got {size}")
     if size and in_features % size:
         raise QMoEError(f"block_size = {size} doesn't divide the input features K = {in_features}; use one that does")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qmoe_ep.activation import activate
+from qmoe_ep.activation import activate, split_fused
 from qmoe_ep.call import CallDescription, ExpertMatrix, describe_call
 from qmoe_ep.operator import INPUT_NAMES, MATRIX_INPUTS, ROUTER_WEIGHTS, Layout, QMoENode
 from qmoe_ep.quantization import dequantize_matrix
@@ -107,7 +107,7 @@ def _evaluate(call: CallDescription, operands: Sequence[Any], signs: Callable[[A
         for expert in np.unique(chosen):
             rows, slots = np.nonzero(chosen == expert)
             fc1 = _linear(experts.fc1, operands, expert, x[rows], signs)
-            gate, up = _split(call, fc1)
+            gate, up = split_fused(experts.gating, fc1)
             if experts.fc3 is not None:
                 up = _linear(experts.fc3, operands, expert, x[rows], signs)
             activated = signs(activate(node, gate, up))
@@ -117,15 +117,6 @@ def _evaluate(call: CallDescription, operands: Sequence[Any], signs: Callable[[A
         for slot in range(call.top_k):
             output += contributions[:, slot]
     return output.reshape(call.input_shape)
-
-
-def _split(call: CallDescription, fc1: Array) -> tuple[Array, Array | None]:
-    """Gate and up of the features of FC1."""
-    if call.experts.gating == "interleaved":
-        return fc1[:, 0::2], fc1[:, 1::2]
-    if call.experts.gating == "halves":
-        return fc1[:, : call.experts.inter_size], fc1[:, call.experts.inter_size :]
-    return fc1, None
 
 
 def _linear(matrix: ExpertMatrix, operands: Sequence[Any], expert: int, x: Array, signs: Callable[[Any], Any]) -> Array:

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden import CASES, load
+from golden import CASES
 from kernel_variants import FUNCTIONS
 from problems import Problem, Recipe, build
-from test_cuda_provider import WEIGHTS, activations_of, on_device, run, weights_of
+from test_cuda_provider import WEIGHTS, activations_of, check_stored_case, on_device, run, weights_of
 
 import qmoe_ep
 from qmoe_ep import CudaExecutionProvider
@@ -110,15 +110,8 @@ def check_rows(gpu: CudaExecutionProvider, kernel: Any, problem: Problem) -> Non
 
 @pytest.mark.parametrize("name", [case for case in CASES if "mxfp4" not in case])
 def test_stored_cases(gpu: CudaExecutionProvider, name: str) -> None:
-    problem = load(name)
-    constants = {i: a for i, a in enumerate(problem.inputs) if i in WEIGHTS and a is not None}
-    kernel = gpu.create_kernel(problem.node, 7, constants)
-    operands = [None if i in WEIGHTS else a for i, a in enumerate(problem.inputs)]
-    actual = kernel(*on_device(gpu, operands)).numpy()
-    expected = qmoe_ep.reference.qmoe(problem.node, problem.inputs)
-    magnitudes = qmoe_ep.reference.row_magnitudes(problem.node, problem.inputs)
-    assert qmoe_ep.reference.row_errors(actual, expected, magnitudes).max() <= 2e-6
-    norms = np.linalg.norm(expected.reshape(magnitudes.size, -1), axis=1)
+    actual, expected = check_stored_case(gpu, name)
+    norms = np.linalg.norm(expected.reshape(-1, expected.shape[-1]), axis=1)
     limit = {"float32": 2e-5, "float16": 1e-3, "bfloat16": 8e-3}[actual.dtype.name]
     assert qmoe_ep.reference.row_errors(actual, expected, norms).max() <= limit
 

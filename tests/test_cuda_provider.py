@@ -72,11 +72,8 @@ def run(gpu: CudaExecutionProvider, problem: Problem, *, constant: bool = True) 
     return result
 
 
-# --- results ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [case for case in CASES if "mxfp4" not in case])
-def test_stored_cases(gpu: CudaExecutionProvider, name: str) -> None:
+def check_stored_case(gpu: CudaExecutionProvider, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Check a stored case against the reference; its output and the true one."""
     problem = load(name)
     constants = {i: a for i, a in enumerate(problem.inputs) if i in WEIGHTS and a is not None}
     kernel = gpu.create_kernel(problem.node, 7, constants)
@@ -85,6 +82,15 @@ def test_stored_cases(gpu: CudaExecutionProvider, name: str) -> None:
     expected = qmoe_ep.reference.qmoe(problem.node, problem.inputs)
     magnitudes = qmoe_ep.reference.row_magnitudes(problem.node, problem.inputs)
     assert qmoe_ep.reference.row_errors(actual, expected, magnitudes).max() <= 2e-6
+    return actual, expected
+
+
+# --- results ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [case for case in CASES if "mxfp4" not in case])
+def test_stored_cases(gpu: CudaExecutionProvider, name: str) -> None:
+    check_stored_case(gpu, name)
 
 
 @settings(max_examples=60)

@@ -52,7 +52,7 @@ class ModelNode:
         routing = self.dtypes.get(ROUTER_WEIGHTS, known) if self.node.has_input(ROUTER_WEIGHTS) else None
         return CallDescription(
             node=self.node,
-            experts=_as_raw(self.experts),
+            experts=self.experts.with_raw_layout(),
             rows=rows,
             top_k=int(self.node.k),
             input_shape=(rows, self.experts.hidden_size),
@@ -60,11 +60,6 @@ class ModelNode:
             router_dtype=self.dtypes.get(1, known),
             router_weights_dtype=routing,
         )
-
-
-def _as_raw(experts: Experts) -> Experts:
-    fc1, fc2 = replace(experts.fc1, layout="raw"), replace(experts.fc2, layout="raw")
-    return replace(experts, fc1=fc1, fc2=fc2, fc3=experts.fc3 and replace(experts.fc3, layout="raw"))
 
 
 def model_nodes(loaded: LoadedModel, weights_layout: Layout | None = None) -> Iterator[ModelNode]:

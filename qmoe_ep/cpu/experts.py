@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from qmoe_ep.call import ExpertMatrix, Experts
     from qmoe_ep.cpu.products import Floats, Products
 
-__all__ = ["ExpertSource", "PagedExperts", "Pager", "ResidentExperts", "open_pages", "with_raw_layout"]
+__all__ = ["ExpertSource", "PagedExperts", "Pager", "ResidentExperts", "open_pages"]
 
 
 class ExpertSource(Protocol):
@@ -255,9 +254,3 @@ class PagedExperts:
         array = tensor.read(expert, self._pager.scratch(INPUT_NAMES[index], tensor.expert_bytes))
         self._pager.counters.add(self._layer, LayerFigures(bytes_read=tensor.expert_bytes))
         return array
-
-
-def with_raw_layout(experts: Experts) -> Experts:
-    """The same experts after a conversion of their weights to the raw layout."""
-    fc3 = None if experts.fc3 is None else replace(experts.fc3, layout="raw")
-    return replace(experts, fc1=replace(experts.fc1, layout="raw"), fc2=replace(experts.fc2, layout="raw"), fc3=fc3)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from qmoe_ep.activation import activate
-from qmoe_ep.call import CallDescription, check_constants, describe_call, merge_operands
-from qmoe_ep.cpu.experts import ExpertSource, PagedExperts, ResidentExperts, open_pages, with_raw_layout
+from qmoe_ep.activation import activate, split_fused
+from qmoe_ep.call import CallDescription, check_constants, check_output, describe_call, merge_operands
+from qmoe_ep.cpu.experts import ExpertSource, PagedExperts, ResidentExperts, open_pages
 from qmoe_ep.cpu.mapped import read_whole
 from qmoe_ep.cpu.products import Product, aligned_rows
 from qmoe_ep.errors import QMoEError
@@ -176,7 +176,7 @@ class CpuKernel:
             return self._paged
         experts = call.experts
         if self._raw:
-            experts = with_raw_layout(experts)
+            experts = experts.with_raw_layout()
             operands = [self._raw.get(i, operand) for i, operand in enumerate(operands)]
         return ResidentExperts(experts, operands, self._products.takes_packed)
 
@@ -274,12 +274,8 @@ def _run_experts(
     rows = x[batch.rows][:, : experts.hidden_size]
     fc1 = aligned_rows(tokens, experts.fc1.out_features)
     work = [Product(used.fc1, rows, fc1)]
-    gate, up = fc1, None
-    if experts.gating == "interleaved":
-        gate, up = fc1[:, 0::2], fc1[:, 1::2]
-    elif experts.gating == "halves":
-        gate, up = fc1[:, : experts.inter_size], fc1[:, experts.inter_size :]
-    elif used.fc3 is not None:
+    gate, up = split_fused(experts.gating, fc1)
+    if used.fc3 is not None:
         up = aligned_rows(tokens, experts.inter_size)
         work.append(Product(used.fc3, rows, up))
     products.run(work, places, bounds)
@@ -314,11 +310,7 @@ def _checked_output(call: CallDescription, outputs: Sequence[NDArray[Any]]) -> N
     output = outputs[0]
     if not isinstance(output, np.ndarray):
         raise QMoEError(f"output: expected a NumPy array, got {type(output).__name__}; allocate it like the input")
-    if output.shape != call.input_shape or output.dtype != call.dtype:
-        raise QMoEError(
-            f"output: expected {call.dtype} {list(call.input_shape)} as input 0, "
-            f"got {output.dtype} {list(output.shape)}; allocate it like the input"
-        )
+    check_output(call, output)
     if not output.flags.writeable:
         raise QMoEError("output: the array is read-only; give a writable one")
     return output

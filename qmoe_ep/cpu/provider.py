@@ -12,12 +12,12 @@ from qmoe_ep.cpu.experts import Pager
 from qmoe_ep.cpu.kernel import CpuKernel
 from qmoe_ep.cpu.products import NumpyProducts, Products
 from qmoe_ep.errors import QMoEError
-from qmoe_ep.operator import Layout, QMoENode, check_claim, unsupported_reason
+from qmoe_ep.operator import Layout, QMoENode
+from qmoe_ep.provider import ExecutionProvider, forced_portable
 from qmoe_ep.telemetry import TelemetryRegistry, host_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
+    from collections.abc import Mapping
 
     import onnx
     from numpy.typing import NDArray
@@ -29,7 +29,7 @@ __all__ = ["CpuExecutionProvider"]
 _log = logging.getLogger("qmoe_ep")
 
 
-class CpuExecutionProvider:
+class CpuExecutionProvider(ExecutionProvider):
     """Creates kernels for QMoE nodes on the CPU.
 
     Parameters
@@ -69,7 +69,7 @@ class CpuExecutionProvider:
         self.telemetry = TelemetryRegistry(host_memory(), enabled=route_telemetry)
         if host_cache_ageing < 1:
             raise QMoEError(f"host_cache_ageing: expected at least 1 request, got {host_cache_ageing!r}")
-        self._portable = _forced_portable(kernels)
+        self._portable = forced_portable(kernels)
         self._threads = _available_cores() if threads is None else threads
         if self._threads < 1:
             raise QMoEError(f"threads: expected at least 1, or None for all cores, got {threads!r}")
@@ -86,10 +86,6 @@ class CpuExecutionProvider:
         except (ImportError, OSError) as error:
             _hint(error)
             return NumpyProducts()
-
-    def unsupported_reason(self, node: QMoENode | onnx.NodeProto, weights_layout: Layout | None = None) -> str | None:
-        """Why this provider declines a node, or ``None``."""
-        return unsupported_reason(node, weights_layout)
 
     def create_kernel(
         self,
@@ -114,9 +110,7 @@ class CpuExecutionProvider:
             If the node is declined (with the sentence of :meth:`unsupported_reason`), an
             initializer doesn't fit, or a mapped file is shorter than its tensor or another one by now.
         """
-        if not isinstance(node, QMoENode):
-            node = QMoENode.from_onnx(node)
-        check_claim(node, weights_layout)
+        node = self._claimed(node, weights_layout)
         return CpuKernel(
             node,
             node_id,
@@ -150,27 +144,11 @@ class CpuExecutionProvider:
         """Figures of this provider's paging; None without weight offload."""
         return None if self._pager is None else self._pager.stats()
 
-    # --- executors ---------------------------------------------------------------------------------
-
-    def executor_scope(self, executor: int, generation: int) -> AbstractContextManager[None]:
-        """Create and run kernels under an executor's generation, exclusively; see the telemetry registry."""
-        return self.telemetry.executor_scope(executor, generation)
-
-    def retire_executor(self, executor: int, generation: int, cleanup: Callable[[bool], None] | None = None) -> None:
-        """Mark an executor's generation as retired, for good, and call ``cleanup(newly_retired)``."""
-        self.telemetry.retire_scope(executor, generation, cleanup or (lambda _: None))
-
     def close(self) -> None:
         """Let go of the host cache and all producers; safe to call again. Kernels that are held stay usable."""
         self.telemetry.clear()
         if self._pager is not None:
             self._pager.close()
-
-    def __enter__(self) -> CpuExecutionProvider:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @cache
@@ -185,13 +163,6 @@ def _hint(error: Exception) -> None:
     """Say once per process what would be quicker; why it isn't there is for the debug log."""
     _hint_once()
     _log.debug("no compiled CPU kernels: %s", error)
-
-
-def _forced_portable(kernels: str | None) -> bool:
-    value = kernels or os.environ.get("QMOE_EP_KERNELS") or "auto"
-    if value not in ("auto", "portable"):
-        raise QMoEError(f"kernels (or QMOE_EP_KERNELS) must be 'auto' or 'portable', got {value!r}")
-    return value == "portable"
 
 
 def _available_cores() -> int:

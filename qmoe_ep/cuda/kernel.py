@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from qmoe_ep.call import check_constants, describe_call, merge_operands
+from qmoe_ep.call import check_constants, check_output, describe_call, merge_operands
 from qmoe_ep.cuda.probe import dump_routes, route_dump_enabled
 from qmoe_ep.cuda.tensor import DeviceTensor, as_device_tensor, empty, to_device
 from qmoe_ep.cuda.variants import choose_plan
 from qmoe_ep.errors import CaptureError, QMoEError
 from qmoe_ep.graph_capture import CallSignature, CaptureSupport, GraphResources, Registrar, WarmedCalls, registrar
-from qmoe_ep.operator import INPUT_NAMES, MATRIX_INPUTS, Layout, QMoENode, check_claim, resolve_layout
+from qmoe_ep.operator import INPUT_NAMES, MATRIX_INPUTS, Layout, QMoENode, resolve_layout
 from qmoe_ep.quantization import sm80_to_raw
 from qmoe_ep.scratch import ScratchPool
 
@@ -110,7 +110,6 @@ class QMoEKernel:
         only_portable: bool,
         telemetry: RouteTelemetry | None,
     ) -> None:
-        check_claim(node, weights_layout)
         check_constants(node, initializers, weights_layout=weights_layout)
         self.node, self.node_id, self.telemetry = node, node_id, telemetry
         self.runtime, self._modules, self._only_portable = runtime, modules, only_portable
@@ -126,16 +125,13 @@ class QMoEKernel:
 
     def _upload(self, index: int, value: Any) -> DeviceTensor:
         """A constant on the device, raw."""
-        packed = any(index == indices[0] for indices in MATRIX_INPUTS.values())
-        if not packed or self._layout == "raw":
-            if isinstance(value, np.ndarray):
-                return to_device(self.runtime, value)
-            return as_device_tensor(self.runtime, value, INPUT_NAMES[index])
-        matrix = next(name for name, indices in MATRIX_INPUTS.items() if index == indices[0])
-        host = value
-        if not isinstance(value, np.ndarray):
-            host = as_device_tensor(self.runtime, value, INPUT_NAMES[index]).numpy()
-        return to_device(self.runtime, sm80_to_raw(host, bits=self.node.bits(matrix)))
+        on_host = isinstance(value, np.ndarray)
+        tensor = None if on_host else as_device_tensor(self.runtime, value, INPUT_NAMES[index])
+        matrix = next((name for name, indices in MATRIX_INPUTS.items() if index == indices[0]), None)
+        if matrix is not None and self._layout == "sm80":
+            host = value if tensor is None else tensor.numpy()
+            return to_device(self.runtime, sm80_to_raw(host, bits=self.node.bits(matrix)))
+        return to_device(self.runtime, value) if tensor is None else tensor
 
     # --- calls -------------------------------------------------------------------------------------
 
@@ -275,11 +271,7 @@ class QMoEKernel:
                     )
         call = describe_call(self.node, operands.inputs, weights_layout="raw")
         output, rows = operands.output, operands.valid_rows
-        if output.shape != call.input_shape or output.dtype != call.dtype:
-            raise QMoEError(
-                f"output: expected {call.dtype} {list(call.input_shape)} as input 0, "
-                f"got {output.dtype} {list(output.shape)}; allocate it like the input"
-            )
+        check_output(call, output)
         if rows is not None and (rows.dtype != np.int32 or rows.shape not in ((), (1,))):
             raise QMoEError(f"valid_rows: expected one int32 on the device, got {rows.dtype} {list(rows.shape)}")
         return call

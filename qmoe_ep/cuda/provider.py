@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from qmoe_ep.cuda import tensor as tensors
 from qmoe_ep.cuda.kernel import QMoEKernel
 from qmoe_ep.cuda.tensor import DeviceTensor
-from qmoe_ep.cuda.variants import forced_portable
 from qmoe_ep.graph_capture import Capture, CapturedGraph
 from qmoe_ep.nvrtc_cache import ModuleCache
-from qmoe_ep.operator import Layout, QMoENode, check_claim, unsupported_reason
+from qmoe_ep.operator import Layout, QMoENode
+from qmoe_ep.provider import ExecutionProvider, forced_portable
 from qmoe_ep.runtime import Runtime
 from qmoe_ep.telemetry import TelemetryRegistry, runtime_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     import numpy as np
     import onnx
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["CudaExecutionProvider"]
 
 
-class CudaExecutionProvider:
+class CudaExecutionProvider(ExecutionProvider):
     """Creates kernels for QMoE nodes on one CUDA device and one stream.
 
     Parameters
@@ -59,10 +58,6 @@ class CudaExecutionProvider:
         self.modules = ModuleCache(self.runtime)
         self.telemetry = TelemetryRegistry(runtime_memory(self.runtime), enabled=route_telemetry)
 
-    def unsupported_reason(self, node: QMoENode | onnx.NodeProto, weights_layout: Layout | None = None) -> str | None:
-        """Why this provider declines a node, or None."""
-        return unsupported_reason(node, weights_layout)
-
     def create_kernel(
         self,
         node: QMoENode | onnx.NodeProto,
@@ -84,9 +79,7 @@ class CudaExecutionProvider:
         ------
         QMoEError : the node is declined (the sentence of :meth:`unsupported_reason`), or an initializer doesn't fit.
         """
-        if not isinstance(node, QMoENode):
-            node = QMoENode.from_onnx(node)
-        check_claim(node, weights_layout)
+        node = self._claimed(node, weights_layout)
         return QMoEKernel(
             self.runtime,
             self.modules,
@@ -116,19 +109,11 @@ class CudaExecutionProvider:
         """Device memory of the provider's pool."""
         return self.runtime.memory_statistics()
 
-    # --- capture, executors ------------------------------------------------------------------------
+    # --- capture -----------------------------------------------------------------------------------
 
     def capture(self, update: CapturedGraph | None = None) -> Capture:
         """Capture what is enqueued inside the ``with`` block; ``.graph`` afterwards is the replayable graph."""
         return Capture(self.runtime, update)
-
-    def executor_scope(self, executor: int, generation: int) -> AbstractContextManager[None]:
-        """Create and run kernels under an executor's generation, exclusively; see the telemetry registry."""
-        return self.telemetry.executor_scope(executor, generation)
-
-    def retire_executor(self, executor: int, generation: int, cleanup: Callable[[bool], None] | None = None) -> None:
-        """Mark an executor's generation as retired, for good, and call ``cleanup(newly_retired)``."""
-        self.telemetry.retire_scope(executor, generation, cleanup or (lambda _: None))
 
     def synchronize(self) -> None:
         """Wait until everything enqueued so far is done."""
@@ -139,9 +124,3 @@ class CudaExecutionProvider:
         if not self.runtime.closed:
             self.telemetry.clear()
         self.runtime.close()
-
-    def __enter__(self) -> CudaExecutionProvider:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

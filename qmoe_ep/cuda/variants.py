@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from qmoe_ep.kernels import decode, portable
@@ -14,20 +13,7 @@ if TYPE_CHECKING:
     from qmoe_ep.capabilities import Capabilities
     from qmoe_ep.kernels.plan import AddressSource, Plan
 
-__all__ = ["choose_plan", "forced_portable"]
-
-
-def forced_portable(kernels: str | None) -> bool:
-    """Whether the portable family is forced: by a provider's argument, else by ``QMOE_EP_KERNELS``.
-
-    Raises
-    ------
-    ValueError : neither ``"portable"`` nor ``"auto"``.
-    """
-    value = kernels or os.environ.get("QMOE_EP_KERNELS") or "auto"
-    if value not in ("auto", "portable"):
-        raise ValueError(f"kernels (or QMOE_EP_KERNELS) must be 'auto' or 'portable', got {value!r}")
-    return value == "portable"
+__all__ = ["choose_plan"]
 
 
 def choose_plan(

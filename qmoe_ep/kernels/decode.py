@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from qmoe_ep.kernels.operands import matrix_fields, matrix_pointers
 from qmoe_ep.kernels.plan import AddressSource, ModuleSource, Plan, Step
-from qmoe_ep.kernels.portable import GateScalars
+from qmoe_ep.kernels.portable import GateScalars, gate_scalars
 from qmoe_ep.kernels.route import RECORD_LAYOUT
 from qmoe_ep.kernels.translation_unit import Entry, device_type, dtype_tag, module_name, translation_unit
 from qmoe_ep.operator import MATRIX_INPUTS, ROUTER_WEIGHTS
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from qmoe_ep.call import CallDescription, ExpertMatrix
     from qmoe_ep.capabilities import Capabilities
-    from qmoe_ep.operator import QMoENode
 
 __all__ = ["DownArguments", "GateUpArguments", "Geometry", "decline_reason", "plan"]
 
@@ -48,14 +48,7 @@ class GateUpArguments(ctypes.Structure):
         ("valid_rows", _POINTER),
         ("telemetry", _POINTER),
         ("input", _POINTER),
-        ("fc1_weights", _POINTER),
-        ("fc1_scales", _POINTER),
-        ("fc1_bias", _POINTER),
-        ("fc1_zero_points", _POINTER),
-        ("fc3_weights", _POINTER),
-        ("fc3_scales", _POINTER),
-        ("fc3_bias", _POINTER),
-        ("fc3_zero_points", _POINTER),
+        *matrix_fields("fc1", "fc3"),
         ("activated", _POINTER),
         ("experts", ctypes.c_int),
         ("top_k", ctypes.c_int),
@@ -75,10 +68,7 @@ class DownArguments(ctypes.Structure):
         ("router_weights", _POINTER),
         ("valid_rows", _POINTER),
         ("activated", _POINTER),
-        ("fc2_weights", _POINTER),
-        ("fc2_scales", _POINTER),
-        ("fc2_bias", _POINTER),
-        ("fc2_zero_points", _POINTER),
+        *matrix_fields("fc2"),
         ("output", _POINTER),
         ("experts", ctypes.c_int),
         ("top_k", ctypes.c_int),
@@ -299,14 +289,6 @@ class _Layout:
         return offset
 
 
-def _gate_scalars(node: QMoENode) -> GateScalars:
-    """The scalars of the gated activation; a finite attribute that float32 can't hold becomes its largest value."""
-    most = float(np.finfo(np.float32).max)
-    limit = math.inf if node.swiglu_limit is None else min(node.swiglu_limit, most)
-    alpha, beta = (min(max(value, -most), most) for value in (node.activation_alpha, node.activation_beta))
-    return GateScalars(alpha, beta, limit)
-
-
 def _geometry(stream: Stream, kernel: Literal["gate_up", "down"]) -> Geometry:
     """The default geometry.
 
@@ -346,7 +328,7 @@ def _gate_up_step(
         factors_offset=layout.place(stream.row_factor_bytes(split)),
         partials_offset=layout.place(64 * (-(-units // blocks) + geometry.warps)),
         selected_offset=layout.place(4 * call.top_k),
-        scalars=_gate_scalars(call.node),
+        scalars=gate_scalars(call.node),
     )
     if layout.size > capabilities.shared_bytes_per_block_optin:
         return None
@@ -365,20 +347,10 @@ def _gate_up_step(
         *_ROUTE_POINTERS,
         ("telemetry", "telemetry"),
         ("input", 0),
-        *_matrix_pointers("fc1", "fc3"),
+        *matrix_pointers("fc1", "fc3"),
         ("activated", "activated"),
     )
-    return Step(
-        "gate_up",
-        module,
-        module.entries[0],
-        (blocks, 1, 1),
-        (32 * geometry.warps, 1, 1),
-        layout.size,
-        arguments,
-        pointers,
-        dependent=True,
-    )
+    return _step("gate_up", module, blocks, geometry, layout, arguments, pointers)
 
 
 def _down_step(
@@ -411,20 +383,23 @@ def _down_step(
     pointers: tuple[tuple[str, AddressSource], ...] = (
         *_ROUTE_POINTERS,
         ("activated", "activated"),
-        *_matrix_pointers("fc2"),
+        *matrix_pointers("fc2"),
         ("output", "output"),
     )
-    return Step(
-        "down",
-        module,
-        module.entries[0],
-        (blocks, 1, 1),
-        (32 * geometry.warps, 1, 1),
-        layout.size,
-        arguments,
-        pointers,
-        dependent=True,
-    )
+    return _step("down", module, blocks, geometry, layout, arguments, pointers)
+
+
+def _step(
+    name: str,
+    module: ModuleSource,
+    blocks: int,
+    geometry: Geometry,
+    layout: _Layout,
+    arguments: ctypes.Structure,
+    pointers: tuple[tuple[str, AddressSource], ...],
+) -> Step:
+    grid, block = (blocks, 1, 1), (32 * geometry.warps, 1, 1)
+    return Step(name, module, module.entries[0], grid, block, layout.size, arguments, pointers, dependent=True)
 
 
 def _module(
@@ -448,12 +423,3 @@ _ROUTE_POINTERS: tuple[tuple[str, AddressSource], ...] = (
     ("router_weights", ROUTER_WEIGHTS),
     ("valid_rows", "valid_rows"),
 )
-
-
-def _matrix_pointers(*names: str) -> tuple[tuple[str, AddressSource], ...]:
-    fields = ("weights", "scales", "bias", "zero_points")
-    return tuple(
-        (f"{name}_{field}", operand)
-        for name in names
-        for field, operand in zip(fields, MATRIX_INPUTS[name], strict=True)
-    )

@@ -16,6 +16,7 @@ import numpy as np
 
 from qmoe_ep.call import CallDescription, ExpertMatrix
 from qmoe_ep.errors import QMoEError
+from qmoe_ep.kernels.operands import matrix_fields, matrix_pointers
 from qmoe_ep.kernels.plan import AddressSource, ModuleSource, Plan, Step
 from qmoe_ep.kernels.route import (
     MAX_GRID_X,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from qmoe_ep.capabilities import Capabilities
+    from qmoe_ep.operator import QMoENode
 
 __all__ = [
     "CombineArguments",
@@ -43,6 +45,7 @@ __all__ = [
     "choose_form",
     "combine_step",
     "format_type",
+    "gate_scalars",
     "guaranteed_load_bytes",
     "plan",
 ]
@@ -68,14 +71,7 @@ class GateUpArguments(ctypes.Structure):
 
     _fields_ = (
         ("input", _POINTER),
-        ("fc1_weights", _POINTER),
-        ("fc1_scales", _POINTER),
-        ("fc1_bias", _POINTER),
-        ("fc1_zero_points", _POINTER),
-        ("fc3_weights", _POINTER),
-        ("fc3_scales", _POINTER),
-        ("fc3_bias", _POINTER),
-        ("fc3_zero_points", _POINTER),
+        *matrix_fields("fc1", "fc3"),
         ("route_experts", _POINTER),
         ("grouped_routes", _POINTER),
         ("tiles", _POINTER),
@@ -95,10 +91,7 @@ class DownArguments(ctypes.Structure):
 
     _fields_ = (
         ("activated", _POINTER),
-        ("fc2_weights", _POINTER),
-        ("fc2_scales", _POINTER),
-        ("fc2_bias", _POINTER),
-        ("fc2_zero_points", _POINTER),
+        *matrix_fields("fc2"),
         ("route_experts", _POINTER),
         ("route_weights", _POINTER),
         ("output", _POINTER),
@@ -350,21 +343,12 @@ def _step(
     return Step(entry.removeprefix("portable_"), module, entry, (blocks, 1, 1), (threads, 1, 1), 0, arguments, pointers)
 
 
-def _matrix_pointers(*names: str) -> tuple[tuple[str, AddressSource], ...]:
-    fields = ("weights", "scales", "bias", "zero_points")
-    return tuple(
-        (f"{name}_{field}", operand)
-        for name in names
-        for field, operand in zip(fields, MATRIX_INPUTS[name], strict=True)
-    )
-
-
 _GATE_UP_POINTERS: tuple[tuple[str, AddressSource], ...] = (
     ("input", 0),
-    *_matrix_pointers("fc1", "fc3"),
+    *matrix_pointers("fc1", "fc3"),
     ("activated", "activated"),
 )
-_DOWN_POINTERS: tuple[tuple[str, AddressSource], ...] = (("activated", "activated"), *_matrix_pointers("fc2"))
+_DOWN_POINTERS: tuple[tuple[str, AddressSource], ...] = (("activated", "activated"), *matrix_pointers("fc2"))
 
 
 def _float32(value: float) -> float:
@@ -372,16 +356,20 @@ def _float32(value: float) -> float:
     return min(max(value, -_FLOAT_MAX), _FLOAT_MAX)
 
 
-def _gate_up_arguments(call: CallDescription) -> GateUpArguments:
-    node = call.node
+def gate_scalars(node: QMoENode) -> GateScalars:
+    """The scalars of the gated activation."""
     limit = math.inf if node.swiglu_limit is None else _float32(node.swiglu_limit)
+    return GateScalars(_float32(node.activation_alpha), _float32(node.activation_beta), limit)
+
+
+def _gate_up_arguments(call: CallDescription) -> GateUpArguments:
     return GateUpArguments(
         routes=call.routes,
         top_k=call.top_k,
         hidden=call.experts.hidden_size,
         inter=call.experts.inter_size,
         activated_stride=activated_stride(call),
-        scalars=GateScalars(_float32(node.activation_alpha), _float32(node.activation_beta), limit),
+        scalars=gate_scalars(call.node),
     )
 
 

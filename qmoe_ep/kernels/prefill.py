@@ -24,6 +24,7 @@ from ml_dtypes import bfloat16
 
 from qmoe_ep.call import packed_bytes
 from qmoe_ep.kernels import portable
+from qmoe_ep.kernels.operands import matrix_pointers
 from qmoe_ep.kernels.plan import AddressSource, ModuleSource, Plan, Step
 from qmoe_ep.kernels.portable import GateScalars, format_type, guaranteed_load_bytes
 from qmoe_ep.kernels.prefill_abi import (
@@ -266,15 +267,6 @@ def _watched(call: CallDescription) -> tuple[tuple[str, AddressSource], ...]:
     return _WATCHED if _checked(call) else ()
 
 
-def _matrix_pointers(*names: str) -> tuple[tuple[str, AddressSource], ...]:
-    fields = ("weights", "scales", "bias", "zero_points")
-    return tuple(
-        (f"{name}_{field}", operand)
-        for name in names
-        for field, operand in zip(fields, MATRIX_INPUTS[name], strict=True)
-    )
-
-
 def _chunks(call: CallDescription) -> tuple[int, int]:
     """Chunks that routes are sorted in, and routes per chunk: enough blocks, and few counts to add up."""
     per_chunk = _SORT_THREADS * -(-call.routes // (_SORT_THREADS * _MAX_CHUNKS))
@@ -402,7 +394,7 @@ def _gate_up_step(
         (_THREADS, 1, 1),
         _SHARED_BYTES,
         arguments,
-        (*_matrix_pointers("fc1", "fc3"), *_GROUPED, *_IMAGES, *_watched(call)),
+        (*matrix_pointers("fc1", "fc3"), *_GROUPED, *_IMAGES, *_watched(call)),
         dependent=True,
     )
 
@@ -427,7 +419,7 @@ def _down_step(
         _SHARED_BYTES,
         arguments,
         (
-            *_matrix_pointers("fc2"),
+            *matrix_pointers("fc2"),
             ("grouped_routes", "grouped_routes"),
             *_GROUPED,
             *_IMAGES,

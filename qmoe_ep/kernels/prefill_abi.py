@@ -1,12 +1,14 @@
 """Argument structs of the prefill kernels, as in ``prefill_arguments.cuh``, ``prefill_group.cuh`` and
-``prefill_combine.cuh``; every generated module asserts that the compiler sees them alike.
+``prefill_combine.cuh``; every generated module asserts that the compiler sees them alike. Combining takes the
+arguments of the portable family.
 """
 
 from __future__ import annotations
 
 import ctypes
 
-from qmoe_ep.kernels.portable import GateScalars
+from qmoe_ep.kernels.operands import matrix_fields
+from qmoe_ep.kernels.portable import CombineArguments, GateScalars
 
 __all__ = [
     "CombineArguments",
@@ -58,20 +60,6 @@ class SortArguments(ctypes.Structure):
     )
 
 
-class CombineArguments(ctypes.Structure):
-    """``qmoe::prefill::CombineArguments``."""
-
-    _fields_ = (
-        ("contributions", _POINTER),
-        ("route_experts", _POINTER),
-        ("route_weights", _POINTER),
-        ("output", _POINTER),
-        ("rows", ctypes.c_int),
-        ("top_k", ctypes.c_int),
-        ("hidden", ctypes.c_int),
-    )
-
-
 class RowsApart(ctypes.Structure):
     """``qmoe::prefill::RowsApart``."""
 
@@ -92,14 +80,7 @@ class GateUpArguments(ctypes.Structure):
     """``qmoe::prefill::GateUpArguments``."""
 
     _fields_ = (
-        ("fc1_weights", _POINTER),
-        ("fc1_scales", _POINTER),
-        ("fc1_bias", _POINTER),
-        ("fc1_zero_points", _POINTER),
-        ("fc3_weights", _POINTER),
-        ("fc3_scales", _POINTER),
-        ("fc3_bias", _POINTER),
-        ("fc3_zero_points", _POINTER),
+        *matrix_fields("fc1", "fc3"),
         ("tiles", _POINTER),
         ("tile_count", _POINTER),
         ("workspace", _POINTER),
@@ -119,10 +100,7 @@ class DownArguments(ctypes.Structure):
     """``qmoe::prefill::DownArguments``."""
 
     _fields_ = (
-        ("fc2_weights", _POINTER),
-        ("fc2_scales", _POINTER),
-        ("fc2_bias", _POINTER),
-        ("fc2_zero_points", _POINTER),
+        *matrix_fields("fc2"),
         ("grouped_routes", _POINTER),
         ("tiles", _POINTER),
         ("tile_count", _POINTER),
