@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import qmoe_ep
 
-EXPERTS, HIDDEN, INTER, TOP_K, BITS, BLOCK = 8, 64, 96, 2, 4, 32
+EXPERTS, HIDDEN, INTER, TOP_K, BITS, BLOCK = 8, 64, 128, 2, 4, 32
 ROWS = 6
 
 

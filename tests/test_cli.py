@@ -25,7 +25,9 @@ assert kernels_portable
 # --- usage -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [(), ("run",), ("inspect",), ("quantize",), ("compile",), ("doctor",)])
+@pytest.mark.parametrize(
+    "command", [(), ("run",), ("inspect",), ("quantize",), ("convert",), ("compile",), ("doctor",)]
+)
 def test_help(shell: Shell, command: tuple[str, ...]) -> None:
     assert shell(*command, "--help").succeeded().out.startswith("Usage: qmoe-ep")
 

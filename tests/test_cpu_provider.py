@@ -424,3 +424,13 @@ def test_a_provider_closes_more_than_once() -> None:
     provider = CpuExecutionProvider(weight_offload=False, host_cache_bytes=0)
     provider.close()
     provider.close()
+
+
+def test_a_closed_kernel_refuses_calls() -> None:
+    problem = build(Recipe(leading=(2,)))
+    kernel = PROVIDER.create_kernel(problem.node, 7, weights_of(problem))
+    problem.check(kernel(*call_inputs(problem)))
+    kernel.close()
+    kernel.close()
+    with pytest.raises(QMoEError, match="node 7 is closed"):
+        kernel(*call_inputs(problem))

@@ -23,6 +23,7 @@ _COMMANDS = {
     "run": "Run a model on arrays of an .npz file.",
     "inspect": "List the QMoE nodes of a model.",
     "quantize": "Turn float MoE nodes into QMoE nodes.",
+    "convert": "Change the order of packed weights between raw and SM80.",
     "compile": "Compile a model's GPU kernels ahead of time, without a GPU.",
     "doctor": "Say what of this machine can be used, and how to get the rest.",
 }

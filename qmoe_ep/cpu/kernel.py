@@ -80,6 +80,14 @@ class CpuKernel:
         self._raw = self._convert_layout() if experts is not None and self._paged is None else {}
         self._calls: OrderedDict[Signature, CallDescription] = OrderedDict()
         self._lock = threading.Lock()
+        self._closed = False
+
+    def close(self) -> None:
+        """Let go of the constants, after a call in flight; later calls are refused. Repeating it does nothing."""
+        with self._lock:
+            self._closed = True
+            self._constants, self._raw, self._paged = {}, {}, None
+            self._calls.clear()
 
     @property
     def paged(self) -> bool:
@@ -149,8 +157,10 @@ class CpuKernel:
             Naming the operand, what was expected and what came.
         """
         _check_arrays(inputs)
-        operands = merge_operands(self._constants, inputs)
         with self._lock:
+            if self._closed:
+                raise QMoEError(f"the kernel of node {self.node_id} is closed; create it again")
+            operands = merge_operands(self._constants, inputs)
             call = self._describe(operands)
             output = _checked_output(call, outputs)
             rows = _valid_rows(call, valid_rows)

@@ -13,16 +13,32 @@ import onnx
 from google.protobuf.message import EncodeError
 
 from qmoe_ep.errors import QMoEError
+from qmoe_ep.onnx.model import stored_tensors
+from qmoe_ep.onnx.tensors import external_file, is_external
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from numpy.typing import NDArray
 
-__all__ = ["ModelWriter"]
+    from qmoe_ep.onnx.model import LoadedModel
+
+__all__ = ["ModelWriter", "check_target", "keep_external"]
 
 _ALIGNMENT = 4096  # tensors start at pages, so that a mapping of one needs no other
 _CHUNK_BYTES = 1 << 24
+
+
+def check_target(loaded: LoadedModel, source: Path, target: Path) -> None:
+    """Refuse to write over the model that is read, or into a folder that isn't there."""
+    data = target.with_name(target.name + ".data")
+    sources = [source]
+    sources += [external_file(t, source.parent) for t in stored_tensors(loaded.proto) if is_external(t)]
+    for path in (target, data):
+        if path.exists() and any(os.path.samefile(path, s) for s in set(sources)):
+            raise QMoEError(f"{path} belongs to the model that is read; give another name for the result")
+    if not target.absolute().parent.is_dir():
+        raise QMoEError(f"{target}: its folder doesn't exist; make it first")
 
 
 class ModelWriter:
@@ -121,3 +137,10 @@ class ModelWriter:
             raise
         if backup is not None:
             backup.unlink()
+
+
+def keep_external(loaded: LoadedModel, tensor: onnx.TensorProto, writer: ModelWriter) -> None:
+    """Move a tensor's external data to the target's data file as it is; what was shared stays shared."""
+    stored = loaded.read_external(tensor)
+    place = tuple(sorted((e.key, e.value) for e in tensor.external_data if e.key in ("location", "offset")))
+    writer.store(tensor, stored, key=(place, stored.size))

@@ -25,8 +25,8 @@ from qmoe_ep.onnx.model import (
     walk_graphs,
     walk_nodes,
 )
-from qmoe_ep.onnx.output import ModelWriter
-from qmoe_ep.onnx.tensors import external_file, is_external, numpy_dtype, tensor_shape
+from qmoe_ep.onnx.output import ModelWriter, check_target, keep_external
+from qmoe_ep.onnx.tensors import is_external, numpy_dtype, tensor_shape
 from qmoe_ep.operator import DOMAIN, MATRIX_INPUTS, OP_TYPE, unsupported_reason
 from qmoe_ep.quantization import quantize_experts
 
@@ -102,7 +102,7 @@ def quantize_model(
     """
     source, target = Path(source), Path(target)
     loaded = load_model(source)
-    _check_target(loaded, source, target)
+    check_target(loaded, source, target)
     fmt = _Format(bits, max(block_size, 0), symmetric)
     plans = _plans(loaded)
     if not plans:
@@ -117,17 +117,6 @@ def quantize_model(
         _write_tensors(loaded, replaced, names, dropped, fmt, writer, progress or (lambda *_: None))
         writer.commit(loaded.proto)
     return converted
-
-
-def _check_target(loaded: LoadedModel, source: Path, target: Path) -> None:
-    data = target.with_name(target.name + ".data")
-    sources = [source]
-    sources += [external_file(t, source.parent) for t in stored_tensors(loaded.proto) if is_external(t)]
-    for path in (target, data):
-        if path.exists() and any(os.path.samefile(path, s) for s in set(sources)):
-            raise QMoEError(f"{path} belongs to the model that is read; give another name for the result")
-    if not target.absolute().parent.is_dir():
-        raise QMoEError(f"{target}: its folder doesn't exist; make it first")
 
 
 # --- nodes -----------------------------------------------------------------------------------------
@@ -249,9 +238,7 @@ def _write_tensors(
                 del part[index]
     for tensor in stored_tensors(loaded.proto):
         if is_external(tensor):
-            stored = loaded.read_external(tensor)
-            place = tuple(sorted((e.key, e.value) for e in tensor.external_data if e.key in ("location", "offset")))
-            writer.store(tensor, stored, key=(place, stored.size))
+            keep_external(loaded, tensor, writer)
     for graph, fresh in added:
         graph.initializer.extend(fresh)
 
