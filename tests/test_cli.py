@@ -105,7 +105,7 @@ def test_bad_models(shell: Shell, tmp_path: Path, command: tuple[object, ...], d
 def test_inspect(shell: Shell) -> None:
     (node,) = shell.json("inspect", EXAMPLE)["nodes"]
     assert node["name"] == "experts"
-    assert (node["experts"], node["hidden_size"], node["inter_size"], node["k"]) == (8, 64, 96, 2)
+    assert (node["experts"], node["hidden_size"], node["inter_size"], node["k"]) == (8, 64, 128, 2)
     assert (node["bits"], node["block_size"], node["layout"]) == ({"fc1": 4, "fc2": 4}, 32, "raw")
     # Codes, float32 scales, packed zero points.
     fc1, fc2 = 192 * (32 + 2 * 4 + 1), 64 * (48 + 3 * 4 + 2)
