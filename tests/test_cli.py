@@ -108,7 +108,7 @@ def test_inspect(shell: Shell) -> None:
     assert (node["experts"], node["hidden_size"], node["inter_size"], node["k"]) == (8, 64, 128, 2)
     assert (node["bits"], node["block_size"], node["layout"]) == ({"fc1": 4, "fc2": 4}, 32, "raw")
     # Codes, float32 scales, packed zero points.
-    fc1, fc2 = 192 * (32 + 2 * 4 + 1), 64 * (48 + 3 * 4 + 2)
+    fc1, fc2 = 256 * (32 + 2 * 4 + 1), 64 * (64 + 4 * 4 + 2)
     assert node["bytes"] == 8 * (fc1 + fc2)
     assert node["providers"]["cpu"] == node["providers"]["cuda"] == {"claimed": True, "reason": None}
     table = shell("inspect", EXAMPLE).succeeded().out
