@@ -112,7 +112,7 @@ def test_inspect(shell: Shell) -> None:
     assert node["bytes"] == 8 * (fc1 + fc2)
     assert node["providers"]["cpu"] == node["providers"]["cuda"] == {"claimed": True, "reason": None}
     table = shell("inspect", EXAMPLE).succeeded().out
-    for word in ("experts", "swiglu/1", "8×64×96", "raw", "yes"):
+    for word in ("experts", "swiglu/1", "8×64×128", "raw", "yes"):
         assert word in table
 
 
