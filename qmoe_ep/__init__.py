@@ -45,6 +45,9 @@ _MODULES = {
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 _SUBMODULES = ("onnx", "reference")
+_OPTIONAL_SUBMODULES = ("torch",)
+"""Importable only where their library is; so they are none of the names that ``import *`` asks for."""
+
 
 __all__ = [
     "CallDescription",
@@ -78,7 +81,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
+    if name in _SUBMODULES or name in _OPTIONAL_SUBMODULES:
         return importlib.import_module(f"qmoe_ep.{name}")
     if name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from qmoe_ep import user_objects
+from qmoe_ep.capture_state import STATUS_BY_NUMBER
 from qmoe_ep.driver import check, driver
 from qmoe_ep.errors import CaptureError, CudaError
 from qmoe_ep.memory import Allocation
@@ -28,6 +29,7 @@ __all__ = [
     "OperandSignature",
     "Registrar",
     "WarmedCalls",
+    "embedders_graph",
     "registrar",
 ]
 
@@ -67,7 +69,23 @@ def registrar(runtime: Runtime) -> Registrar | None:
                 "another thread is capturing the stream: wait for it, or use a provider with its own stream"
             )
         return own
-    return _foreign(runtime)
+    return _foreign(runtime, runtime.stream)
+
+
+def embedders_graph(runtime: Runtime, stream: int) -> Registrar | None:
+    """Return who owns what a call on an embedder's stream addresses, or None when that isn't capturing.
+
+    Call it with the runtime's lock held and its context current; one driver query outside of captures.
+
+    Raises
+    ------
+    CaptureError : the capture is no longer valid.
+    """
+    handle, doing = driver().CUstream(stream), "ask whether an embedder's stream is capturing"
+    status = STATUS_BY_NUMBER[int(check(driver().cuStreamIsCapturing(handle), "cuStreamIsCapturing", doing))]
+    if status is CaptureStatus.INVALIDATED:
+        raise CaptureError("the capture was invalidated by an earlier error: end it and start again")
+    return None if status is CaptureStatus.NONE else _foreign(runtime, stream)
 
 
 class _Held:
@@ -107,9 +125,9 @@ class _ForeignCapture:
         return tuple(self._held.allocations.values())
 
 
-def _foreign(runtime: Runtime) -> Registrar:
+def _foreign(runtime: Runtime, stream: int) -> Registrar:
     doing = "read the embedder's capture"
-    info = check(driver().cuStreamGetCaptureInfo(runtime.stream), "cuStreamGetCaptureInfo", doing)
+    info = check(driver().cuStreamGetCaptureInfo(stream), "cuStreamGetCaptureInfo", doing)
     capture_id, graph = int(info[1]), info[2]
     known = runtime.foreign_capture
     if isinstance(known, _ForeignCapture) and known.capture_id == capture_id:

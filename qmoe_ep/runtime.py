@@ -211,7 +211,9 @@ class Runtime:
 
     # Launches
 
-    def prepare(self, step: Step, function: Function, owner: str = "") -> PreparedLaunch:
+    def prepare(
+        self, step: Step, function: Function, owner: str = "", stream: int | None = None
+    ) -> PreparedLaunch:
         """Bind a step of a plan to the stream.
 
         Parameters
@@ -219,6 +221,7 @@ class Runtime:
         step : its arguments are copied
         function : the loaded entry of the step's module
         owner : who launches, for errors: ``"node 7"``
+        stream : handle of another stream of the context; None for the runtime's
 
         Raises
         ------
@@ -233,7 +236,8 @@ class Runtime:
             most = limits.shared_bytes_per_block_optin
             raise QMoEError(f"{doing}: expected at most {most} bytes of shared memory, got {step.shared_bytes}")
         with self.lock, self.current():
-            return PreparedLaunch(step, function, self._core.stream, doing)
+            target = self._core.stream if stream is None else driver().CUstream(stream)
+            return PreparedLaunch(step, function, target, doing)
 
     # Capture
 
