@@ -211,9 +211,7 @@ class Runtime:
 
     # Launches
 
-    def prepare(
-        self, step: Step, function: Function, owner: str = "", stream: int | None = None
-    ) -> PreparedLaunch:
+    def prepare(self, step: Step, function: Function, owner: str = "", stream: int | None = None) -> PreparedLaunch:
         """Bind a step of a plan to the stream.
 
         Parameters

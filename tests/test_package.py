@@ -35,6 +35,19 @@ def test_import_needs_no_gpu(use: str) -> None:
     assert not {name for name in loaded if name == "cuda" or name.startswith(("cuda.", "onnxruntime", "click"))}
 
 
+def test_the_torch_extra_is_named_where_it_is_missing() -> None:
+    code = """
+import sys
+sys.modules["torch"] = None
+import qmoe_ep
+try:
+    qmoe_ep.torch
+except ImportError as error:
+    print(error)
+"""
+    assert "pip install 'qmoe-ep[torch]'" in in_new_process(code)
+
+
 def test_help_imports_no_command() -> None:
     code = "import sys; from qmoe_ep.cli.main import main; main(['--help'])\nprint(*sys.modules)"
     loaded = in_new_process(code).splitlines()[-1].split()

@@ -45,6 +45,19 @@ class QMoELayer(torch.nn.Module):
         The node is declined, or an operand doesn't fit: which one, what was expected and what came.
     """
 
+    fc1_experts_weights: torch.Tensor
+    fc1_scales: torch.Tensor
+    fc1_experts_bias: torch.Tensor | None
+    fc2_experts_weights: torch.Tensor
+    fc2_scales: torch.Tensor
+    fc2_experts_bias: torch.Tensor | None
+    fc3_experts_weights: torch.Tensor | None
+    fc3_scales: torch.Tensor | None
+    fc3_experts_bias: torch.Tensor | None
+    fc1_zero_points: torch.Tensor | None
+    fc2_zero_points: torch.Tensor | None
+    fc3_zero_points: torch.Tensor | None
+
     def __init__(self, node: QMoENode, weights: Mapping[int, Any]) -> None:
         super().__init__()
         check_claim(node, "raw")

@@ -136,11 +136,11 @@ def _qmoe(
         fc3_expert_weight_bits,
         block_size,
     )
-    if input.is_cuda:
-        return _on_cuda(input.device, operands, attributes, telemetry)
-    if input.device.type == "cpu":
-        return _on_cpu(torch.empty(input.shape, dtype=input.dtype), operands, attributes, telemetry)
-    raise QMoEError(f"input: expected a tensor on a CUDA device or the CPU, got one on {input.device}; move it")
+    if input.device.type not in ("cuda", "cpu"):
+        raise QMoEError(f"input: expected a tensor on a CUDA device or the CPU, got one on {input.device}; move it")
+    output = input.new_empty(input.shape)
+    (_on_cuda if input.is_cuda else _on_cpu)(output, operands, attributes, telemetry)
+    return output
 
 
 qmoe = torch.library.custom_op("qmoe_ep::qmoe", _qmoe, mutates_args=())
@@ -159,7 +159,7 @@ def node_of(attributes: tuple[Any, ...]) -> QMoENode:
 
 
 def _dtype(tensor: torch.Tensor, index: int) -> np.dtype[Any]:
-    dtype = DTYPES.get(tensor.dtype)
+    dtype: np.dtype[Any] | None = DTYPES.get(tensor.dtype)
     if dtype is None:
         raise QMoEError(
             f"{INPUT_NAMES[index]}: expected float32, float16, bfloat16, or uint8 where it is packed, got "
@@ -179,11 +179,11 @@ def _checked(tensor: torch.Tensor, index: int, device: torch.device) -> OperandT
 
 
 def _on_cuda(
-    device: torch.device, operands: tuple[torch.Tensor | None, ...], attributes: tuple[Any, ...], telemetry: int
-) -> torch.Tensor:
+    output: torch.Tensor, operands: tuple[torch.Tensor | None, ...], attributes: tuple[Any, ...], telemetry: int
+) -> None:
+    device = output.device
     # Activations may be views. Weights that are would be copied at every call, so they are refused.
     tensors = [t.contiguous() if t is not None and i in _ACTIVATIONS else t for i, t in enumerate(operands)]
-    output = torch.empty_like(tensors[0])
     scratch: list[torch.Tensor] = []
 
     def describe() -> tuple[QMoENode, list[OperandType | None]]:
@@ -204,16 +204,14 @@ def _on_cuda(
         allocate,
         producer(telemetry) if telemetry else None,
     )
-    return output
 
 
 def _on_cpu(
     output: torch.Tensor, operands: tuple[torch.Tensor | None, ...], attributes: tuple[Any, ...], telemetry: int
-) -> torch.Tensor:
+) -> None:
     kernel = _cpu_kernel(attributes, telemetry)
     kernel.telemetry = producer(telemetry) if telemetry else None
     kernel.execute([None if t is None else _array(t, i) for i, t in enumerate(operands)], [_array(output, 0)])
-    return output
 
 
 def _array(tensor: torch.Tensor, index: int) -> NDArray[Any]:

@@ -17,8 +17,6 @@ from qmoe_ep.telemetry import RouteTelemetry, host_memory, runtime_memory
 from qmoe_ep.torch.device import borrowed_calls
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import numpy as np
     from numpy.typing import NDArray
 
