@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from problems import Recipe, build
-from test_cuda_provider import activations_of, on_device, weights_of
+from test_cuda_provider import activations_of, on_device, run, weights_of
 
-from qmoe_ep import CudaExecutionProvider, QMoEError
+from qmoe_ep import CudaExecutionProvider, QMoEError, driver
 
 pytestmark = pytest.mark.gpu
 
@@ -204,6 +204,19 @@ def test_two_providers_hand_over_between_their_streams() -> None:
             # What the second one reads may go at any time.
             del between
         problem.check_closely(alone.numpy())
+
+
+def test_two_devices() -> None:
+    binding = driver.initialise()
+    if driver.check(binding.cuDeviceGetCount(), "cuDeviceGetCount", "count the GPUs") < 2:
+        pytest.skip("needs two GPUs")
+    problem = build(Recipe())
+    with CudaExecutionProvider(device=0) as first, CudaExecutionProvider(device=1) as second:
+        for gpu in (first, second):
+            problem.check_closely(run(gpu, problem))
+        kernel = second.create_kernel(problem.node, 7, weights_of(problem))
+        with pytest.raises(QMoEError, match="is on device 0, expected device 1"):
+            kernel(*on_device(first, activations_of(problem)))
 
 
 CONTEXTS = {

@@ -165,6 +165,7 @@ def test_threads_on_their_own_streams() -> None:
     assert not failures
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_by_graphs() -> None:
     problem = build(recipe(3))
     layer, (x, logits, _) = on_gpu(problem)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,23 +69,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def make_model(family: str, **changes: Any) -> Any:
     """A small model with random weights, the same at every call."""
     kind, options = FAMILIES[family]
+    torch.manual_seed(7)
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **options, **changes})
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for value in [*model.parameters(), *model.buffers()]:
             if value.ndim > 1:
-                value.normal_(0, 0.2, generator=generator)
+                value.normal_(0, 0.2)
         for block in (m for m in model.modules() if hasattr(m, "experts")):
             router = getattr(block, "gate", None) or block.router
             router.weight.mul_(4)
             # Large enough to change what is selected.
             for name in ("e_score_correction_bias", "bias"):
                 if getattr(router, name, None) is not None:
-                    getattr(router, name).normal_(0, 0.5, generator=generator)
+                    getattr(router, name).normal_(0, 0.5)
             for name in ("gate_up_proj_bias", "down_proj_bias"):
                 if hasattr(block.experts, name):
-                    getattr(block.experts, name).normal_(0, 0.5, generator=generator)
+                    getattr(block.experts, name).normal_(0, 0.5)
     return model
 
 
@@ -189,3 +194,15 @@ def test_what_can_not_be_swapped_is_refused() -> None:
         replace_moe(model)
         with pytest.raises(QMoEError, match=r"no expert block was found|changed already"):
             replace_moe(model)
+
+
+def test_the_example_decodes_on_the_cpu(tmp_path: Path) -> None:
+    root, figures = Path(__file__).parents[1], tmp_path / "decode.json"
+    command = [sys.executable, "examples/decode.py", "--device", "cpu", "--size", "small", "--layers", "1"]
+    command += ["--tokens", "6", "-o", str(figures)]
+    done = subprocess.run(
+        command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the same tokens in every run" in done.stdout
+    assert json.loads(figures.read_text())["tokens_per_second"]["QMoE, 4 bits"] > 0
