@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import struct
 import zipfile
 import zlib
@@ -22,6 +21,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from qmoe_ep.cli.files import whole_file
 from qmoe_ep.errors import QMoEError
 
 __all__ = ["ArrayArchive", "StoredArray", "write_archive"]
@@ -158,18 +158,10 @@ class ArrayArchive:
 
 def write_archive(path: str | os.PathLike[str], arrays: Mapping[str, NDArray[Any]]) -> None:
     """Write arrays as an ``.npz`` file, completely or not at all; types that NumPy lacks go as their bits."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        with os.fdopen(handle, "wb") as file, zipfile.ZipFile(file, "w") as archive:
-            for name, array in arrays.items():
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    np.lib.format.write_array(member, _storable(array), allow_pickle=False)
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with whole_file(path) as file, zipfile.ZipFile(file, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, _storable(array), allow_pickle=False)
 
 
 def _storable(array: NDArray[Any]) -> NDArray[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 import click
 
 import qmoe_ep
+from qmoe_ep.cli.lazy import LazyGroup
 
 __all__ = ["Settings", "debug_option", "json_option", "layout_option", "main", "model_argument"]
 
@@ -25,6 +25,7 @@ _COMMANDS = {
     "quantize": "Turn float MoE nodes into QMoE nodes.",
     "convert": "Change the order of packed weights between raw and SM80.",
     "compile": "Compile a model's GPU kernels ahead of time, without a GPU.",
+    "telemetry": "Read what route telemetry recorded: which experts a service really uses.",
     "doctor": "Say what of this machine can be used, and how to get the rest.",
 }
 
@@ -34,23 +35,6 @@ class Settings:
     """What every command knows: ``debug`` shows tracebacks."""
 
     debug: bool = False
-
-
-class _LazyGroup(click.Group):
-    """Commands that are imported when used; help of the group imports none."""
-
-    def list_commands(self, context: click.Context) -> list[str]:
-        return list(_COMMANDS)
-
-    def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name not in _COMMANDS:
-            return None
-        command = importlib.import_module(f"qmoe_ep.cli.{name}").command
-        return command if isinstance(command, click.Command) else None
-
-    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
 
 
 def _set_debug(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -85,7 +69,7 @@ def model_argument(command: Command) -> Command:
     return click.argument("model", type=click.Path(exists=True, dir_okay=False), metavar="MODEL.onnx")(command)
 
 
-@click.group(cls=_LazyGroup, no_args_is_help=False)
+@click.group(cls=LazyGroup, package="qmoe_ep.cli", summaries=_COMMANDS, no_args_is_help=False)
 @click.version_option(qmoe_ep.__version__, prog_name="qmoe-ep")
 @debug_option
 def cli() -> None:

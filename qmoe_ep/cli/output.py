@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import click
@@ -16,7 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["bytes_text", "print_json", "print_table", "progress_bar"]
+__all__ = ["bytes_text", "number_text", "percent_text", "print_json", "print_table", "progress_bar"]
 
 _FILE_WIDTH = 200
 """Columns of a table that goes to a file or a pipe."""
@@ -27,14 +27,14 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, allow_nan=False))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows of text under column heads; long cells wrap."""
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
+    """Print rows of text under column heads; long cells wrap. Columns whose number is in ``right`` are of figures."""
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Console(highlight=False, width=_FILE_WIDTH)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for number, column in enumerate(columns):
+        table.add_column(column, overflow="fold", justify="right" if number in right else "left")
     for row in rows:
         # Names come from files; they are text, not markup.
         table.add_row(*map(Text, row))
@@ -60,3 +60,13 @@ def bytes_text(count: int) -> str:
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
     return f"{count} B" if units[0] == "B" else f"{value:.3g} {units[0]}"
+
+
+def number_text(value: float | None) -> str:
+    """Spell a figure with two decimals; ``"-"`` for None."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+def percent_text(share: float | None) -> str:
+    """Spell a share, 0 to 1, as ``"12.3%"``; ``"-"`` for None."""
+    return "-" if share is None else f"{100 * share:.1f}%"

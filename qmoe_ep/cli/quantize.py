@@ -30,11 +30,10 @@ __all__ = ["command"]
 def command(source: str, target: str, bits: str, block_size: int, symmetric: bool) -> None:
     """Quantize the float MoE nodes of a model; external data stays external."""
     from qmoe_ep import onnx as models
+    from qmoe_ep.cli.files import output_path
     from qmoe_ep.cli.output import bytes_text, progress_bar
 
-    if not Path(target).absolute().parent.is_dir():
-        raise click.UsageError(f"OUT.onnx {target}: its folder doesn't exist.")
-    if Path(target).exists() and os.path.samefile(source, target):
+    if output_path(target, "OUT.onnx").exists() and os.path.samefile(source, target):
         raise click.UsageError("OUT.onnx is FLOAT.onnx; give another name.")
     with progress_bar("quantizing") as update:
         nodes = models.quantize_model(
