@@ -70,6 +70,9 @@ def save_picture(figure: Figure, path: str | os.PathLike[str]) -> None:
 
 def _draw_heatmap(figure: Any, axes: Axes, loads: Sequence[LayerLoad]) -> None:
     """Layers × experts, in powers of two of each layer's mean load; what was never used is grey."""
+    from matplotlib import colormaps
+
+    colours = colormaps[_COLOURS].with_extremes(bad=_UNUSED)
     relative = np.full((len(loads), max(load.num_experts for load in loads)), np.nan)
     for place, load in enumerate(loads):
         relative[place, : load.num_experts] = _relative(load)
@@ -79,9 +82,8 @@ def _draw_heatmap(figure: Any, axes: Axes, loads: Sequence[LayerLoad]) -> None:
     if powers.count():
         least, most = max(_LEAST, float(powers.min())), min(_MOST, float(powers.max()))
     image = axes.imshow(
-        powers, aspect="auto", interpolation="nearest", cmap=_COLOURS, vmin=least, vmax=max(most, least + 1)
+        powers, aspect="auto", interpolation="nearest", cmap=colours, vmin=least, vmax=max(most, least + 1)
     )
-    image.cmap.set_bad(_UNUSED)
     ticks = np.arange(np.ceil(least), np.floor(max(most, least + 1)) + 1)
     bar = figure.colorbar(image, ax=axes, location="top", aspect=60, pad=0.01, ticks=ticks, fraction=0.05)
     bar.ax.set_xticklabels([f"{2.0**t:g}×" if t >= 0 else f"1/{2.0**-t:g}×" for t in ticks])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import numpy as np
 from qmoe_ep.route_analysis import LayerHistory, LayerLoad
 from qmoe_ep.telemetry import TelemetrySnapshot
 
-__all__ = ["history", "load", "snapshot"]
+__all__ = ["history", "load", "snapshot", "write_records"]
 
 
 def snapshot(counts: Sequence[int], **changes: Any) -> TelemetrySnapshot:
@@ -56,3 +58,10 @@ def load(counts: Sequence[int], *, bitmap: bool = False, node: int = 7, executor
         counts=None if bitmap else given,
         saturated=False,
     )
+
+
+def write_records(path: Path, *snapshots: TelemetrySnapshot, names: Mapping[int, str] | None = None) -> Path:
+    """Write snapshots as a file of records; names by node."""
+    lines = [json.dumps({**s.to_dict(), "name": (names or {}).get(s.node, "")}) + "\n" for s in snapshots]
+    path.write_text("".join(lines))
+    return path

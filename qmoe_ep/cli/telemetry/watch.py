@@ -1,0 +1,54 @@
+"""``qmoe-ep telemetry watch``: a live view in the terminal."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from qmoe_ep.cli.main import debug_option
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["command"]
+
+
+@click.command("watch")
+@click.argument("source", metavar="FILE-or-URL")
+@click.option(
+    "--interval", type=click.FloatRange(0.05, 3600), default=1.0, show_default=True, help="Seconds between updates."
+)
+@click.option("--updates", type=click.IntRange(min=1), default=None, help="Stop after so many, instead of by Ctrl-C.")
+@click.option("--recent", is_flag=True, help="Show what came since the record before, instead of the whole window.")
+@debug_option
+def command(source: str, interval: float, updates: int | None, recent: bool) -> None:
+    """Show in the terminal what a file that grows, or a running exporter's Prometheus endpoint, says of each layer.
+
+    Each layer has a strip of bars, one for each expert, or for a few of them where the terminal is narrow: the height
+    is the load by the mean load of the layer. If not all layers fit, those with the largest max/mean are shown.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    from qmoe_ep.cli.telemetry.board import Board
+
+    is_url = source.lower().startswith(("http://", "https://"))
+    console = Console(highlight=False)
+    board = Board(source, recent=recent)
+    with _feed(source, is_url) as poll, Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        count = 0
+        try:
+            while updates is None or count < updates:
+                if count:
+                    time.sleep(interval)
+                for reading in poll():
+                    board.update(reading)
+                live.update(board.draw(console.width, console.height), refresh=True)
+                count += 1
+        except KeyboardInterrupt:
+            # Ctrl-C is how a view ends.
+            pass
+    if console.is_terminal:
+        console.print(board.draw(console.width, console.height))
