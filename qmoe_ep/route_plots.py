@@ -139,6 +139,7 @@ def _draw_drift(axes: Axes, histories: Sequence[LayerHistory]) -> None:
     even = float(np.mean([max(1, layer.shape[1] // 8) / layer.shape[1] for layer in counts if layer.size]))
     axes.axhline(even, color="black", linewidth=0.8, linestyle="--", label="even load")
     _percent(axes.yaxis)
+    axes.margins(y=0.15)
     axes.set(xlabel="seconds since the first record", ylabel="share of the window's routes", ylim=(0, None))
     axes.legend(loc="best", fontsize=8, title="taken by (mean of layers)", title_fontsize=8)
     axes.grid(alpha=0.3)

@@ -17,11 +17,6 @@ COMMANDS = ("show", "plot", "watch", "diff", "trace", "plan", "cache", "export",
 
 
 @pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(capsys)
-
-
-@pytest.fixture
 def two_layers(tmp_path: Path) -> Path:
     """Node 7 in two windows, node 8 in one, both of executor 1."""
     return write_records(

@@ -19,8 +19,8 @@ __all__ = ["Board", "Reading", "load_strip"]
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _LEGEND = "load of an expert by the mean:  ▁ 1/8×  ▄ 1×  █ 16× or more, blank never used"
-_FRAME_LINES = 6
-"""Lines of the view that are no layer: title, head and rule of the table, a remark, the legend, one to spare."""
+_FRAME_LINES = 7
+"""Lines of the view that are no layer: title, head, rule and margins of the table, a remark, the legend."""
 _FIGURE_COLUMNS = 52
 """Columns that everything but the label and the strip takes."""
 
@@ -113,7 +113,8 @@ class Board:
             )
         hidden = len(layers) - len(shown)
         remark = f"{hidden} more layers with smaller max/mean" if hidden else ""
-        return Group(self._title(layers, now), table, Text(remark, style="dim"), Text(_LEGEND, style="dim"))
+        below = (Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in (remark, _LEGEND))
+        return Group(self._title(layers, now), table, *below)
 
     def _title(self, layers: list[_Watched], now: float | None) -> Text:
         title = Text(self._source, style="bold", no_wrap=True, overflow="ellipsis")

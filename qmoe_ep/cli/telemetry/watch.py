@@ -33,11 +33,11 @@ def command(source: str, interval: float, updates: int | None, recent: bool) -> 
     from rich.live import Live
 
     from qmoe_ep.cli.telemetry.board import Board
+    from qmoe_ep.cli.telemetry.feeds import open_feed
 
-    is_url = source.lower().startswith(("http://", "https://"))
     console = Console(highlight=False)
     board = Board(source, recent=recent)
-    with _feed(source, is_url) as poll, Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+    with open_feed(source) as poll, Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
         count = 0
         try:
             while updates is None or count < updates:

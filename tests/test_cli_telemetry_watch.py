@@ -1,0 +1,112 @@
+"""The live view: what it draws for terminals of any size, and how it follows its source."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from shell import Shell
+from telemetry_records import load, snapshot, write_records
+
+from qmoe_ep.cli.telemetry.board import Board, Reading, load_strip
+
+
+def drawn(board: Board, width: int = 100, height: int = 30, now: float = 1010.0) -> list[str]:
+    """The lines of a view."""
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None)
+    with console.capture() as capture:
+        console.print(board.draw(width, height, now))
+    return capture.get().splitlines()
+
+
+def reading(counts: list[int], time: float = 1000.0, node: int = 7, epoch: int = 0) -> Reading:
+    mine = load(counts, node=node)
+    return Reading(dataclasses.replace(mine, epochs=(epoch, epoch)), time)
+
+
+def line_of(board: Board, label: str) -> list[str]:
+    (line,) = [line for line in drawn(board) if label in line]
+    return line.split()
+
+
+def test_nothing_yet() -> None:
+    assert "waiting for the first record" in drawn(Board("r.jsonl"))[0]
+
+
+def test_a_layer() -> None:
+    board = Board("r.jsonl")
+    board.update(reading([4, 0, 2, 2]))
+    assert "r.jsonl  1 layers, of the window so far, last record 10 s ago" in drawn(board)[0]
+    assert line_of(board, "node 7")[2:] == ["0", "8", "-", "3/4", "2.00", "▅", "▄▄"]
+    board.update(reading([4, 0, 2, 12], time=1002.0))
+    assert line_of(board, "node 7")[2:7] == ["0", "18", "5", "3/4", "2.67"]
+    # The same reading again, as an endpoint gives it between two updates of its exporter.
+    board.update(reading([4, 0, 2, 12], time=1002.0))
+    assert line_of(board, "node 7")[4] == "5"
+
+
+def test_what_is_new() -> None:
+    board = Board("r.jsonl", recent=True)
+    board.update(reading([4, 0, 2, 2]))
+    board.update(reading([4, 0, 3, 2], time=1001.0))
+    assert line_of(board, "node 7")[2:7] == ["0", "1", "1", "1/4", "4.00"]
+    board.update(reading([1, 1, 0, 0], time=1002.0, epoch=1))
+    assert line_of(board, "node 7")[2:7] == ["1", "2", "2", "2/4", "2.00"]
+
+
+def test_the_least_even_layers_are_shown_where_not_all_fit() -> None:
+    board = Board("r.jsonl")
+    for node in range(20):
+        board.update(reading([node, 1, 1], node=node))
+    lines = drawn(board, height=12)
+    assert len(lines) <= 12
+    assert [line.split()[1] for line in lines if line.startswith(" node")] == ["15", "16", "17", "18", "19"]
+    assert any("15 more layers" in line for line in lines)
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 30), st.integers(20, 200), st.integers(1, 60), st.integers(1, 300))
+def test_any_terminal(layers: int, width: int, height: int, experts: int) -> None:
+    board = Board("r.jsonl")
+    for node in range(layers):
+        board.update(reading(list(range(experts)), node=node))
+    lines = drawn(board, width, height)
+    assert all(len(line) <= width for line in lines)
+    assert len(lines) <= max(height, 9)
+
+
+def test_a_problem_is_shown() -> None:
+    board = Board("http://localhost:1")
+    board.problem = "connection refused"
+    assert "connection refused" in drawn(board)[0]
+
+
+def test_strips() -> None:
+    assert load_strip(load([1, 1, 1, 1]), 9).plain == "▄▄▄▄"
+    assert load_strip(load([0, 0, 0, 8]), 2).plain == " ▆"
+    assert load_strip(load([0, 3, 0], bitmap=True), 9).plain == " ▄ "
+    assert load_strip(load([0, 0]), 9).plain == "  "
+    wide = load_strip(load([0] * 255 + [1]), 64)
+    assert (len(wide.plain), wide.plain[-1], str(wide.spans[-1].style)) == (64, "█", "red")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-5, "0 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h"), (2e5, "2 d")]
+)
+def test_ages(seconds: float, text: str) -> None:
+    board = Board("r.jsonl")
+    board.update(reading([1]))
+    assert f"last record {text} ago" in drawn(board, now=1000.0 + seconds)[0]
+
+
+def test_watch_a_file(shell: Shell, tmp_path: Path) -> None:
+    path = write_records(tmp_path / "r.jsonl", snapshot([1, 2]), snapshot(np.arange(5).tolist(), node=8))
+    out = shell("telemetry", "watch", path, "--updates", 2, "--interval", 0.05).succeeded().out
+    assert "node 7" in out
+    assert "4/5" in out
