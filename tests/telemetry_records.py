@@ -12,7 +12,7 @@ import numpy as np
 from qmoe_ep.route_analysis import LayerHistory, LayerLoad
 from qmoe_ep.telemetry import TelemetrySnapshot
 
-__all__ = ["history", "load", "snapshot", "write_records"]
+__all__ = ["history", "load", "record_of", "snapshot", "write_records"]
 
 
 def snapshot(counts: Sequence[int], **changes: Any) -> TelemetrySnapshot:
@@ -60,8 +60,12 @@ def load(counts: Sequence[int], *, bitmap: bool = False, node: int = 7, executor
     )
 
 
+def record_of(snapshot: TelemetrySnapshot, name: str = "") -> dict[str, Any]:
+    """The record of a snapshot."""
+    return {**snapshot.to_dict(), "name": name}
+
+
 def write_records(path: Path, *snapshots: TelemetrySnapshot, names: Mapping[int, str] | None = None) -> Path:
     """Write snapshots as a file of records; names by node."""
-    lines = [json.dumps({**s.to_dict(), "name": (names or {}).get(s.node, "")}) + "\n" for s in snapshots]
-    path.write_text("".join(lines))
+    path.write_text("".join(json.dumps(record_of(s, (names or {}).get(s.node, ""))) + "\n" for s in snapshots))
     return path

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import click
 
+from qmoe_ep.cli.telemetry.records import read_records
 from qmoe_ep.errors import QMoEError
 from qmoe_ep.route_analysis import LayerHistory, LayerLoad, merge_executors, merge_windows
 from qmoe_ep.route_telemetry import TelemetrySnapshot
@@ -95,7 +96,7 @@ def read_histories(path: str, selection: Selection, *, every: bool = True) -> li
     """
     names: dict[tuple[int | None, int], str] = {}
     found: dict[tuple[int | None, int], dict[int, TelemetrySnapshot]] = {}
-    for name, snapshot in _snapshots(path):
+    for name, snapshot in read_records(path):
         if selection.executor not in (None, snapshot.executor) or selection.node not in (None, snapshot.node):
             continue
         key = (snapshot.executor, snapshot.node)
@@ -138,12 +139,3 @@ def select_loads(path: str, histories: Sequence[LayerHistory], selection: Select
 def _printable(name: str) -> str:
     """A name that a terminal can be given: without control characters."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
-
-
-def _snapshots(path: str) -> Iterator[tuple[str, TelemetrySnapshot]]:
-    import json
-
-    with open(path) as f:
-        for line in f:
-            d = json.loads(line)
-            yield d.pop("name", ""), TelemetrySnapshot.from_dict(d)
