@@ -13,7 +13,7 @@ from telemetry_records import snapshot, write_records
 
 from qmoe_ep import TelemetrySnapshot
 
-COMMANDS = ("show", "plot", "watch", "diff", "trace", "plan", "cache", "export", "serve")
+COMMANDS = ("show", "plot", "watch", "diff", "trace", "plan", "cache", "export")
 
 
 @pytest.fixture

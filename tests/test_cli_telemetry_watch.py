@@ -15,6 +15,7 @@ from shell import Shell
 from telemetry_records import load, snapshot, write_records
 
 from qmoe_ep.cli.telemetry.board import Board, Reading, load_strip
+from qmoe_ep.cli.telemetry.feeds import open_feed
 
 
 def drawn(board: Board, width: int = 100, height: int = 30, now: float = 1010.0) -> list[str]:
@@ -110,3 +111,15 @@ def test_watch_a_file(shell: Shell, tmp_path: Path) -> None:
     out = shell("telemetry", "watch", path, "--updates", 2, "--interval", 0.05).succeeded().out
     assert "node 7" in out
     assert "4/5" in out
+
+
+def test_a_feed_reads_what_is_new(tmp_path: Path) -> None:
+    path = write_records(tmp_path / "r.jsonl", snapshot([1, 2]))
+    with open_feed(str(path)) as poll:
+        assert [reading.load.rows for reading in poll()] == [3]
+        with path.open("ab") as file:
+            file.write((more := write_records(tmp_path / "s.jsonl", snapshot([3, 4])).read_bytes())[:-9])
+            file.flush()
+            assert list(poll()) == []
+            file.write(more[-9:])
+        assert [reading.load.rows for reading in poll()] == [7]

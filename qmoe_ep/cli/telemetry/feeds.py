@@ -1,32 +1,33 @@
-"""Where the live view reads from: a file that grows, or a Prometheus endpoint of an exporter."""
+"""Where the live view reads from: a file that grows."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from qmoe_ep.cli.telemetry.board import Reading
+from qmoe_ep.cli.telemetry.records import parse_line
+from qmoe_ep.cli.telemetry.source import printable
 from qmoe_ep.route_analysis import LayerHistory, merge_windows
-from qmoe_ep.route_telemetry import TelemetrySnapshot
 
 __all__ = ["open_feed"]
 
 
 @contextmanager
-def open_feed(source: str) -> Iterator[Callable[[], Iterator[Reading]]]:
-    with open(source) as f:
+def open_feed(path: str) -> Iterator[Callable[[], Iterator[Reading]]]:
+    """Open a file of records; the function that comes reads what is new at each call, whole lines only."""
+    with Path(path).open("rb") as file:
 
-        def poll():
+        def poll() -> Iterator[Reading]:
             while True:
-                at = f.tell()
-                line = f.readline()
-                if not line.endswith("\n"):
-                    f.seek(at)
+                start = file.tell()
+                line = file.readline()
+                if not line.endswith(b"\n"):
+                    file.seek(start)
                     return
-                d = json.loads(line)
-                name = d.pop("name", "")
-                s = TelemetrySnapshot.from_dict(d)
-                yield Reading(merge_windows(LayerHistory(s.executor, s.node, name, (s,))), s.unix_time)
+                name, snapshot = parse_line(line, path)
+                history = LayerHistory(snapshot.executor, snapshot.node, printable(name), (snapshot,))
+                yield Reading(merge_windows(history), snapshot.unix_time)
 
         yield poll

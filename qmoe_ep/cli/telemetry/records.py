@@ -12,26 +12,48 @@ from qmoe_ep.errors import QMoEError
 from qmoe_ep.route_record import MAX_COUNT
 from qmoe_ep.route_telemetry import TelemetrySnapshot
 
+__all__ = ["parse_line", "read_records", "record_to_snapshot"]
+
 MOST_EXPERTS = 2**20
+"""Experts of a record at most, so that a short line can't ask for much memory."""
 _COUNT_FIELDS = ("epoch", "rows", "routes", "lost_rows")
 
 
 def read_records(path: str) -> Iterator[tuple[str, TelemetrySnapshot]]:
+    """Read the layer's name and the snapshot of each line; a last line that was cut off is left out.
+
+    Raises
+    ------
+    QMoEError : a line that is no record.
+    """
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                values = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise QMoEError(f"{path}, line {number}: not a record: {error}") from error
-            try:
-                yield record_to_snapshot(values)
-            except QMoEError as error:
-                raise QMoEError(f"{path}, line {number}: {error}") from error
+            if line.endswith(b"\n"):
+                yield parse_line(line, f"{path}, line {number}")
+
+
+def parse_line(line: bytes, place: str) -> tuple[str, TelemetrySnapshot]:
+    """Read one record; ``place`` is for errors.
+
+    Raises
+    ------
+    QMoEError : it is none.
+    """
+    try:
+        return record_to_snapshot(json.loads(line))
+    except QMoEError as error:
+        raise QMoEError(f"{place}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise QMoEError(f"{place}: not a record: {error}") from error
 
 
 def record_to_snapshot(values: Any) -> tuple[str, TelemetrySnapshot]:
+    """Check the values of a record: those of :meth:`TelemetrySnapshot.to_dict` and a ``name``.
+
+    Raises
+    ------
+    QMoEError : a value of another type, or out of range.
+    """
     if not isinstance(values, Mapping):
         raise QMoEError(f"expected an object, got {type(values).__name__}")
     fields = {

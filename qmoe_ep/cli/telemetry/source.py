@@ -100,7 +100,7 @@ def read_histories(path: str, selection: Selection, *, every: bool = True) -> li
         if selection.executor not in (None, snapshot.executor) or selection.node not in (None, snapshot.node):
             continue
         key = (snapshot.executor, snapshot.node)
-        names[key] = _printable(name) or names.get(key, "")
+        names[key] = printable(name) or names.get(key, "")
         layer = found.setdefault(key, {})
         layer[len(layer) if every else snapshot.epoch] = snapshot
     if not found:
@@ -136,6 +136,6 @@ def select_loads(path: str, histories: Sequence[LayerHistory], selection: Select
     return merge_executors(loads) if selection.merge else loads
 
 
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
     """A name that a terminal can be given: without control characters."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)

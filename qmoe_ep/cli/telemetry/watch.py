@@ -16,7 +16,7 @@ __all__ = ["command"]
 
 
 @click.command("watch")
-@click.argument("source", metavar="FILE-or-URL")
+@click.argument("source", metavar="FILE")
 @click.option(
     "--interval", type=click.FloatRange(0.05, 3600), default=1.0, show_default=True, help="Seconds between updates."
 )
@@ -24,7 +24,7 @@ __all__ = ["command"]
 @click.option("--recent", is_flag=True, help="Show what came since the record before, instead of the whole window.")
 @debug_option
 def command(source: str, interval: float, updates: int | None, recent: bool) -> None:
-    """Show in the terminal what a file that grows, or a running exporter's Prometheus endpoint, says of each layer.
+    """Show in the terminal what a file that grows says of each layer.
 
     Each layer has a strip of bars, one for each expert, or for a few of them where the terminal is narrow: the height
     is the load by the mean load of the layer. If not all layers fit, those with the largest max/mean are shown.
