@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -62,11 +61,12 @@ def command(
     bfloat16 arrays are stored as their uint16 bits, in INPUTS.npz and in OUT.npz.
     """
     from qmoe_ep import onnx as models
+    from qmoe_ep.cli.files import output_path
     from qmoe_ep.cli.output import progress_bar
     from qmoe_ep.cli.providers import open_provider
 
-    if output is not None and not Path(output).absolute().parent.is_dir():
-        raise click.UsageError(f"-o {output}: its folder doesn't exist.")
+    if output is not None:
+        output_path(output, "-o")
     if offload and provider == "cuda":
         raise click.UsageError("--offload is for the CPU; use --provider cpu, or leave it out.")
     loaded = models.load_model(model)
