@@ -14,6 +14,7 @@ import argparse
 import copy
 import inspect
 import json
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,9 @@ def make_model(sizes: dict[str, int], layers: int, device: torch.device) -> Any:
                 weights = getattr(layer.mlp.experts, name)
                 weights.normal_(0, weights.shape[-1] ** -0.5)
     return model
+
+
+ROUNDS = 5
 
 
 class Decoder:
@@ -130,17 +134,20 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure(name: str, decoder: Decoder, step: Callable[[], None], results: dict[str, float]) -> list[int]:
-    """The best of three runs after one that warms; their tokens, which must agree."""
-    tokens, _ = decoder.run(step)
-    speeds = []
-    for _ in range(3):
-        again, speed = decoder.run(step)
-        speeds.append(speed)
-        if again != tokens:
-            raise SystemExit(f"{name}: two runs decoded different tokens")
-    results[name] = round(max(speeds), 1)
-    print(f"{name:45} {results[name]:9.1f} tokens/s", flush=True)
+def measure(decoder: Decoder, steps: dict[str, Callable[[], None]], results: dict[str, float]) -> list[int]:
+    """Time ways to run a step in turns, after one run each that warms; the tokens, which must always be the same."""
+    tokens, *others = [decoder.run(step)[0] for step in steps.values()]
+    speeds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            again, speed = decoder.run(step)
+            speeds[name].append(speed)
+            others.append(again)
+    if any(other != tokens for other in others):
+        raise SystemExit(f"{', '.join(steps)}: runs decoded different tokens")
+    for name in steps:
+        results[name] = round(statistics.median(speeds[name]), 1)
+        print(f"{name:45} {results[name]:9.1f} tokens/s", flush=True)
     return tokens
 
 
@@ -150,7 +157,7 @@ def own_experts(model: Any, tokens: int, results: dict[str, float]) -> list[int]
     for way in ("eager", "batched_mm", "grouped_mm"):
         model.set_experts_implementation(way)
         decoder = Decoder(model, tokens)
-        decoded = measure(f"own experts ({way})", decoder, decoder.step, results)
+        decoded = measure(decoder, {f"own experts ({way})": decoder.step}, results)
         # The loop over experts asks the device which ones were hit, so it can't be captured.
         if decoder.token.is_cuda and way != "eager":
             try:
@@ -158,7 +165,7 @@ def own_experts(model: Any, tokens: int, results: dict[str, float]) -> list[int]
             except RuntimeError as error:
                 print(f"own experts ({way}) can't be captured: {error}")
             else:
-                measure(f"own experts ({way}), captured", decoder, step, results)
+                measure(decoder, {f"own experts ({way}), captured": step}, results)
     return decoded
 
 
@@ -192,29 +199,22 @@ def main() -> None:
     replace_moe(quantized, options.bits, options.block_size)
     decoder = Decoder(quantized, options.tokens)
     label = f"QMoE, {options.bits} bits"
-    plain = measure(label, decoder, decoder.step, results)
+    plain = measure(decoder, {label: decoder.step}, results)
+    steps: dict[str, Callable[[], None]] = {}
     if device.type == "cuda":
-        captured = measure(f"{label}, captured", decoder, decoder.capture(), results)
-        if captured != plain:
-            raise SystemExit("the captured step decoded other tokens than the eager one")
-
+        label += ", captured"
+        steps[label] = decoder.capture()
     layers = [module for module in quantized.modules() if isinstance(module, QMoELayer)]
     for layer in layers:
         layer.telemetry.arm(qmoe_ep.RouteTelemetryConfig(layer.num_experts, layer.node.k, mode="counts"))
-    if device.type == "cuda":
-        label, step = f"{label}, captured", decoder.capture()
-    else:
-        step = decoder.step
-    for layer in layers:
-        layer.telemetry.reset_boundary()
-    counted = measure(f"{label}, telemetry on", decoder, step, results)
-    if counted != plain:
-        raise SystemExit("telemetry changed the tokens")
+    steps[f"{label}, telemetry on"] = decoder.capture() if device.type == "cuda" else decoder.step
+    if measure(decoder, steps, results) != plain:
+        raise SystemExit("the captured step or telemetry changed the tokens")
     snapshots = [layer.telemetry.snapshot() for layer in layers]
     touched = [len(snapshot.experts) for snapshot in snapshots if snapshot is not None]
     rows = {snapshot.rows for snapshot in snapshots if snapshot is not None}
-    if rows != {4 * options.tokens}:
-        raise SystemExit(f"telemetry counted {rows} rows, expected {4 * options.tokens}")
+    if rows != {(ROUNDS + 1) * options.tokens}:
+        raise SystemExit(f"telemetry counted {rows} rows, expected {(ROUNDS + 1) * options.tokens} in every layer")
     error, agreement = compare(model, quantized, own)
     print("the same tokens in every run of the quantized model, telemetry on or off")
     print(f"logits differ from the model's own by {error:.1%} (L2); {agreement:.0%} of the choices are the same")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -206,7 +207,7 @@ def test_compile_passes_through_in_one_graph() -> None:
         assert torch.equal(compiled(x[:rows], logits[:rows]), model(x[:rows], logits[:rows]))
 
 
-def test_export_keeps_the_operator() -> None:
+def test_export_keeps_the_operator(tmp_path: Path) -> None:
     problem = build(Recipe())
     model = Doubled(layer_of(problem))
     x, logits, _ = activations_of(problem)
@@ -214,7 +215,9 @@ def test_export_keeps_the_operator() -> None:
     program = torch.export.export(model, (x, logits), dynamic_shapes=({0: rows}, {0: rows}))
     assert "qmoe_ep.qmoe" in program.graph_module.code
     longer = (torch.cat([x, x]), torch.cat([logits, logits]))
-    assert torch.equal(program.module()(*longer), model(*longer))
+    torch.export.save(program, tmp_path / "program.pt2")
+    loaded = torch.export.load(tmp_path / "program.pt2")
+    assert torch.equal(loaded.module()(*longer), model(*longer))
 
 
 # --- quantization ----------------------------------------------------------------------------------
