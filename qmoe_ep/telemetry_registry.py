@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -48,6 +49,7 @@ class TelemetryRegistry:
         self._executor: int | None = None
         self._claims: dict[int, _Claim] = {}
         self._producers: dict[tuple[int, int], RouteTelemetry] = {}
+        self._private: weakref.WeakSet[RouteTelemetry] = weakref.WeakSet()
 
     # --- scopes ------------------------------------------------------------------------------------
 
@@ -135,7 +137,9 @@ class TelemetryRegistry:
             return None
         with self._table:
             if self._executor is None or self._turn_of != threading.get_ident():
-                return RouteTelemetry(self._memory, top_k, None, node)
+                private = RouteTelemetry(self._memory, top_k, None, node)
+                self._private.add(private)
+                return private
             key = (self._executor, node)
             if key not in self._producers:
                 self._producers[key] = RouteTelemetry(self._memory, top_k, *key)
@@ -155,6 +159,12 @@ class TelemetryRegistry:
         """Return the executors that have producers, in ascending order."""
         with self._table:
             return tuple(sorted({executor for executor, _ in self._producers}))
+
+    def producers(self) -> tuple[RouteTelemetry, ...]:
+        """Return all that are alive: those outside any executor first, then by executor and node."""
+        with self._table:
+            private = sorted(self._private, key=lambda producer: producer.node)
+            return (*private, *(self._producers[key] for key in sorted(self._producers)))
 
     def __len__(self) -> int:
         with self._table:
