@@ -11,6 +11,7 @@ import numpy as np
 
 from qmoe_ep.route_analysis import LayerHistory, LayerLoad
 from qmoe_ep.telemetry import TelemetrySnapshot
+from qmoe_ep.telemetry_export import NamedSnapshot, snapshot_to_record
 
 __all__ = ["history", "load", "record_of", "snapshot", "write_records"]
 
@@ -62,7 +63,7 @@ def load(counts: Sequence[int], *, bitmap: bool = False, node: int = 7, executor
 
 def record_of(snapshot: TelemetrySnapshot, name: str = "") -> dict[str, Any]:
     """The record of a snapshot."""
-    return {**snapshot.to_dict(), "name": name}
+    return snapshot_to_record(NamedSnapshot(snapshot, name))
 
 
 def write_records(path: Path, *snapshots: TelemetrySnapshot, names: Mapping[int, str] | None = None) -> Path:

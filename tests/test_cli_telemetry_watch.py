@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,9 @@ from telemetry_records import load, snapshot, write_records
 
 from qmoe_ep.cli.telemetry.board import Board, Reading, load_strip
 from qmoe_ep.cli.telemetry.feeds import open_feed
+from qmoe_ep.errors import QMoEError
+from qmoe_ep.telemetry_export.prometheus import SnapshotCollector, serve_metrics
+from qmoe_ep.telemetry_export.records import read_records
 
 
 def drawn(board: Board, width: int = 100, height: int = 30, now: float = 1010.0) -> list[str]:
@@ -26,9 +31,9 @@ def drawn(board: Board, width: int = 100, height: int = 30, now: float = 1010.0)
     return capture.get().splitlines()
 
 
-def reading(counts: list[int], time: float = 1000.0, node: int = 7, epoch: int = 0) -> Reading:
+def reading(counts: list[int], at: float = 1000.0, node: int = 7, epoch: int = 0) -> Reading:
     mine = load(counts, node=node)
-    return Reading(dataclasses.replace(mine, epochs=(epoch, epoch)), time)
+    return Reading(dataclasses.replace(mine, epochs=(epoch, epoch)), at)
 
 
 def line_of(board: Board, label: str) -> list[str]:
@@ -45,19 +50,19 @@ def test_a_layer() -> None:
     board.update(reading([4, 0, 2, 2]))
     assert "r.jsonl  1 layers, of the window so far, last record 10 s ago" in drawn(board)[0]
     assert line_of(board, "node 7")[2:] == ["0", "8", "-", "3/4", "2.00", "▅", "▄▄"]
-    board.update(reading([4, 0, 2, 12], time=1002.0))
+    board.update(reading([4, 0, 2, 12], at=1002.0))
     assert line_of(board, "node 7")[2:7] == ["0", "18", "5", "3/4", "2.67"]
     # The same reading again, as an endpoint gives it between two updates of its exporter.
-    board.update(reading([4, 0, 2, 12], time=1002.0))
+    board.update(reading([4, 0, 2, 12], at=1002.0))
     assert line_of(board, "node 7")[4] == "5"
 
 
 def test_what_is_new() -> None:
     board = Board("r.jsonl", recent=True)
     board.update(reading([4, 0, 2, 2]))
-    board.update(reading([4, 0, 3, 2], time=1001.0))
+    board.update(reading([4, 0, 3, 2], at=1001.0))
     assert line_of(board, "node 7")[2:7] == ["0", "1", "1", "1/4", "4.00"]
-    board.update(reading([1, 1, 0, 0], time=1002.0, epoch=1))
+    board.update(reading([1, 1, 0, 0], at=1002.0, epoch=1))
     assert line_of(board, "node 7")[2:7] == ["1", "2", "2", "2/4", "2.00"]
 
 
@@ -123,3 +128,59 @@ def test_a_feed_reads_what_is_new(tmp_path: Path) -> None:
             assert list(poll()) == []
             file.write(more[-9:])
         assert [reading.load.rows for reading in poll()] == [7]
+
+
+def test_a_feed_of_an_endpoint(tmp_path: Path) -> None:
+    records = list(read_records(write_records(tmp_path / "r.jsonl", snapshot([1, 2]), names={7: "moe"})))
+    port, stop = serve_metrics(SnapshotCollector(lambda: records), 0)
+    url = f"http://127.0.0.1:{port}/metrics"
+    with open_feed(url) as poll:
+        (got,) = poll()
+        assert (got.load.name, got.load.rows, got.unix_time) == ("moe", 3, 1000.0)
+        stop()
+        with pytest.raises(QMoEError, match="can't be read"):
+            poll()
+
+
+def test_watch_an_endpoint(shell: Shell, tmp_path: Path) -> None:
+    records = list(read_records(write_records(tmp_path / "r.jsonl", snapshot([1, 2]))))
+    port, stop = serve_metrics(SnapshotCollector(lambda: records), 0)
+    url = f"http://127.0.0.1:{port}/metrics"
+    assert "node 7" in shell("telemetry", "watch", url, "--updates", 1).succeeded().out
+    stop()
+    shell("telemetry", "watch", url, "--updates", 1).failed("can't be read")
+    shell("telemetry", "watch", tmp_path / "nothing").failed("no such file")
+
+
+def test_watch_goes_on_when_an_endpoint_fails(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = list(read_records(write_records(tmp_path / "r.jsonl", snapshot([1, 2]))))
+    port, stop = serve_metrics(SnapshotCollector(lambda: records), 0)
+    monkeypatch.setattr(time, "sleep", lambda _: stop())
+    out = shell("telemetry", "watch", f"http://127.0.0.1:{port}/metrics", "--updates", 2).succeeded().out
+    assert "can't be read" in out
+
+
+def test_serve(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is offered follows the file."""
+    path = write_records(tmp_path / "r.jsonl", snapshot([1, 2]), snapshot([3, 4]), snapshot([5, 6], node=8))
+    served: list[list[int]] = []
+    ports: list[int] = []
+
+    def start(collector: SnapshotCollector, port: int, host: str) -> tuple[int, Callable[[], None]]:
+        ports.append(port)
+        port, stop = serve_metrics(collector, port, host)
+
+        def look(_: float) -> None:
+            with open_feed(f"http://127.0.0.1:{port}/metrics") as poll:
+                served.append([reading.load.rows for reading in poll()])
+            with path.open("ab") as file:
+                file.write(write_records(tmp_path / "s.jsonl", snapshot([7, 8])).read_bytes())
+
+        monkeypatch.setattr(time, "sleep", look)
+        return port, stop
+
+    monkeypatch.setattr("qmoe_ep.telemetry_export.prometheus.serve_metrics", start)
+    out = shell("telemetry", "serve", path, "--port", 0, "--updates", 3).succeeded().out
+    assert out.startswith("2 layers")
+    assert served == [[7, 11], [15, 11]]
+    assert ports == [0]

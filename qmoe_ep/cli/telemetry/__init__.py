@@ -12,12 +12,13 @@ __all__ = ["command"]
 _COMMANDS = {
     "show": "Print the load of each layer.",
     "plot": "Draw the load of all layers, and how it changes, as a picture.",
-    "watch": "Show a file that grows in the terminal.",
+    "watch": "Show a file that grows, or a running exporter, in the terminal.",
     "diff": "Say what moved between two recordings or two windows.",
     "trace": "Print or export the experts of each row; find where two traces part.",
     "plan": "Balance the experts of each layer over GPUs.",
     "cache": "Say which share of the routes a memory for some of the experts serves.",
     "export": "Write the records as CSV or NumPy arrays.",
+    "serve": "Offer the records of a file to Prometheus.",
 }
 
 

@@ -1,33 +1,60 @@
-"""Where the live view reads from: a file that grows."""
+"""Where the live view reads from: a file that grows, or the endpoint of a running exporter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from qmoe_ep.cli.telemetry.board import Reading
-from qmoe_ep.cli.telemetry.records import parse_line
 from qmoe_ep.cli.telemetry.source import printable
+from qmoe_ep.errors import QMoEError
 from qmoe_ep.route_analysis import LayerHistory, merge_windows
+from qmoe_ep.telemetry_export.prometheus import read_metrics
+from qmoe_ep.telemetry_export.records import RecordFollower
+from qmoe_ep.telemetry_export.schema import NamedSnapshot
 
 __all__ = ["open_feed"]
 
+_TIMEOUT_SECONDS = 5
+_MOST_BYTES = 256 << 20
+
 
 @contextmanager
-def open_feed(path: str) -> Iterator[Callable[[], Iterator[Reading]]]:
-    """Open a file of records; the function that comes reads what is new at each call, whole lines only."""
-    with Path(path).open("rb") as file:
+def open_feed(source: str) -> Iterator[Callable[[], list[Reading]]]:
+    """Open a file of records or the URL of an endpoint; the function that comes reads what is new at each call.
 
-        def poll() -> Iterator[Reading]:
-            while True:
-                start = file.tell()
-                line = file.readline()
-                if not line.endswith(b"\n"):
-                    file.seek(start)
-                    return
-                name, snapshot = parse_line(line, path)
-                history = LayerHistory(snapshot.executor, snapshot.node, printable(name), (snapshot,))
-                yield Reading(merge_windows(history), snapshot.unix_time)
+    Raises
+    ------
+    QMoEError : neither is there.
+    """
+    if source.startswith(("http://", "https://")):
+        yield lambda: _readings(_scrape(source))
+        return
+    if not Path(source).is_file():
+        raise QMoEError(f"{source}: no such file, and no URL such as http://127.0.0.1:9095/metrics")
+    with RecordFollower(source) as follower:
+        yield lambda: _readings(follower.poll())
 
-        yield poll
+
+def _scrape(url: str) -> list[NamedSnapshot]:
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as response:
+            data = response.read(_MOST_BYTES)
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        raise QMoEError(f"{url}: can't be read: {error}") from error
+    try:
+        return read_metrics(data.decode(errors="replace"))
+    except QMoEError as error:
+        raise QMoEError(f"{url}: {error}") from error
+
+
+def _readings(records: Iterable[NamedSnapshot]) -> list[Reading]:
+    readings = []
+    for record in records:
+        snapshot = record.snapshot
+        history = LayerHistory(snapshot.executor, snapshot.node, printable(record.name), (snapshot,))
+        readings.append(Reading(merge_windows(history), snapshot.unix_time))
+    return readings

@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import click
 
-from qmoe_ep.cli.telemetry.records import read_records
 from qmoe_ep.errors import QMoEError
 from qmoe_ep.route_analysis import LayerHistory, LayerLoad, merge_executors, merge_windows
 from qmoe_ep.route_telemetry import TelemetrySnapshot
+from qmoe_ep.telemetry_export.records import read_records
 
 __all__ = [
     "Selection",
@@ -96,7 +96,8 @@ def read_histories(path: str, selection: Selection, *, every: bool = True) -> li
     """
     names: dict[tuple[int | None, int], str] = {}
     found: dict[tuple[int | None, int], dict[int, TelemetrySnapshot]] = {}
-    for name, snapshot in read_records(path):
+    for record in read_records(path):
+        name, snapshot = record.name, record.snapshot
         if selection.executor not in (None, snapshot.executor) or selection.node not in (None, snapshot.node):
             continue
         key = (snapshot.executor, snapshot.node)

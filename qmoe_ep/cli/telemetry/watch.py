@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import click
 
 from qmoe_ep.cli.main import debug_option
-
-if TYPE_CHECKING:
-    pass
+from qmoe_ep.errors import QMoEError
 
 __all__ = ["command"]
 
 
 @click.command("watch")
-@click.argument("source", metavar="FILE")
+@click.argument("source", metavar="FILE|URL")
 @click.option(
     "--interval", type=click.FloatRange(0.05, 3600), default=1.0, show_default=True, help="Seconds between updates."
 )
@@ -24,7 +21,7 @@ __all__ = ["command"]
 @click.option("--recent", is_flag=True, help="Show what came since the record before, instead of the whole window.")
 @debug_option
 def command(source: str, interval: float, updates: int | None, recent: bool) -> None:
-    """Show in the terminal what a file that grows says of each layer.
+    """Show in the terminal what a file that grows, or the endpoint of an exporter, says of each layer.
 
     Each layer has a strip of bars, one for each expert, or for a few of them where the terminal is narrow: the height
     is the load by the mean load of the layer. If not all layers fit, those with the largest max/mean are shown.
@@ -43,8 +40,15 @@ def command(source: str, interval: float, updates: int | None, recent: bool) -> 
             while updates is None or count < updates:
                 if count:
                     time.sleep(interval)
-                for reading in poll():
-                    board.update(reading)
+                try:
+                    for reading in poll():
+                        board.update(reading)
+                    board.problem = ""
+                except QMoEError as error:
+                    # An endpoint that restarts comes back; one that never was there is an error.
+                    if not count:
+                        raise
+                    board.problem = str(error)
                 live.update(board.draw(console.width, console.height), refresh=True)
                 count += 1
         except KeyboardInterrupt:
