@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from simulated import kernels_portable
 from simulated.plugin import Simulation
+
+from qmoe_ep.telemetry_export import read_records
 
 # Importing them is what registers the simulated kernels.
 assert kernels_portable
@@ -56,3 +59,14 @@ def test_the_executor_stays_short() -> None:
 def test_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], provider: str) -> None:
     run(monkeypatch, "onnx_model.py", "--provider", provider)
     assert "the same from both files" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("provider", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_another_process_watches(tmp_path: Path, provider: str) -> None:
+    records = tmp_path / "routes.jsonl"
+    arguments = ["--provider", provider, "--steps", 40, "--layers", 2, "--file", records, "--port", 0]
+    command = [sys.executable, EXAMPLES / "watch_routes.py", *map(str, arguments)]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200).stdout
+    assert f"provider {provider}" in out
+    assert "counts of 2 layers equal those made from the logits" in out
+    assert [record.snapshot.rows for record in read_records(records)][-2:] == [40, 40]

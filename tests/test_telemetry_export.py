@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -274,6 +275,19 @@ def test_metrics_come_back() -> None:
     assert [snapshot_to_record(layer) for layer in back] == [snapshot_to_record(layer) for layer in layers]
     assert 'qmoe_load_max_over_mean{executor="1",layer="layers.7",node="7"} 2.0' in text
     assert 'qmoe_expert_routes_total{executor="1",expert="1",layer="layers.7",node="7"} 3.0' in text
+
+
+def test_the_dashboard_names_what_is_exported() -> None:
+    dashboard = json.loads((Path(__file__).parents[1] / "docs" / "grafana.json").read_text())
+    text = scrape(metrics.SnapshotCollector(lambda: [simple(3)]))
+    exported = set(re.findall(r"^(qmoe_\w+?)(?:{| )", text, re.MULTILINE))
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    expressions += [variable["definition"] for variable in dashboard["templating"]["list"] if "definition" in variable]
+    named = {name for expression in expressions for name in re.findall(r"qmoe_\w+", expression)}
+    assert named <= exported
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    documented = (Path(__file__).parents[1] / "docs" / "telemetry.md").read_text()
+    assert not [name for name in exported if f"`{name}`" not in documented]
 
 
 def test_bounded_cardinality() -> None:
