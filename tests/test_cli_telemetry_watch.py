@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -184,3 +189,29 @@ def test_serve(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert out.startswith("2 layers")
     assert served == [[7, 11], [15, 11]]
     assert ports == [0]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_a_real_terminal(tmp_path: Path) -> None:
+    import pty
+
+    path = write_records(tmp_path / "r.jsonl", snapshot([1, 2, 0, 5]))
+    terminal, inner = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "20"}
+    command = [sys.executable, "-m", "qmoe_ep", "telemetry", "watch", str(path), "--interval", "0.1"]
+    process = subprocess.Popen(
+        command, stdin=inner, stdout=inner, stderr=inner, env=environment, start_new_session=True, close_fds=True
+    )
+    os.close(inner)
+    shown = b""
+    with contextlib.suppress(OSError):  # The end of a terminal's output reads as an error.
+        while data := os.read(terminal, 65536):
+            first = b"node 7" not in shown
+            shown += data
+            if first and b"node 7" in shown:
+                process.send_signal(signal.SIGINT)
+    os.close(terminal)
+    assert process.wait(timeout=60) == 0
+    # The alternate screen was entered and left, and the last view stays.
+    assert b"\x1b[?1049h" in shown
+    assert "3/4" in shown.decode().rpartition("\x1b[?1049l")[2]

@@ -269,7 +269,7 @@ def scrape(collector: metrics.SnapshotCollector) -> str:
 
 
 def test_metrics_come_back() -> None:
-    layers = [simple(3), simple(0, node=8), simple(5, executor=None), simple(2**40, executor=2, epoch=4)]
+    layers = [simple(3), simple(0, node=8), simple(5, executor=None), simple(2**30, executor=2, epoch=4)]
     text = scrape(metrics.SnapshotCollector(lambda: layers))
     back = metrics.read_metrics(text)
     assert [snapshot_to_record(layer) for layer in back] == [snapshot_to_record(layer) for layer in layers]

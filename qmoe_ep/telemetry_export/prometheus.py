@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qmoe_ep.errors import QMoEError
-from qmoe_ep.route_telemetry import TelemetrySnapshot
-from qmoe_ep.telemetry_export.schema import NamedSnapshot
+from qmoe_ep.route_record import MAX_COUNT
+from qmoe_ep.telemetry_export.schema import SCHEMA_VERSION, NamedSnapshot, record_to_snapshot
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-__all__ = ["DEFAULT_EXPERT_SERIES", "LABELS", "METRICS", "SnapshotCollector", "read_metrics", "serve_metrics"]
+__all__ = [
+    "DEFAULT_EXPERT_SERIES",
+    "LABELS",
+    "METRICS",
+    "ScrapedLayer",
+    "SnapshotCollector",
+    "read_metrics",
+    "serve_metrics",
+]
 
 DEFAULT_EXPERT_SERIES = 20_000
 LABELS = ("executor", "node", "layer")
@@ -150,10 +159,22 @@ def serve_metrics(collector: SnapshotCollector, port: int, host: str = "127.0.0.
     return server.server_port, stop
 
 
-def read_metrics(text: str) -> list[NamedSnapshot]:
-    """Read back what :class:`SnapshotCollector` offers; counts are as exact as its floats, up to 2^53.
+@dataclass(frozen=True, slots=True)
+class ScrapedLayer(NamedSnapshot):
+    """A layer as an endpoint tells it; without series per expert, the snapshot is in mode bitmap and has no experts.
 
-    Where the series per expert were omitted, a layer is given in mode bitmap with no experts.
+    Attributes
+    ----------
+    distinct_experts : selected in the window
+    max_over_mean : load of the busiest expert by the mean load; None without counts or routes
+    """
+
+    distinct_experts: int = 0
+    max_over_mean: float | None = None
+
+
+def read_metrics(text: str) -> list[ScrapedLayer]:
+    """Read back what :class:`SnapshotCollector` offers; counts are as exact as its floats, up to 2^53.
 
     Raises
     ------
@@ -172,10 +193,10 @@ def read_metrics(text: str) -> list[NamedSnapshot]:
             for sample in family.samples:
                 key = tuple(sample.labels[label] for label in LABELS)
                 if family.name == "qmoe_expert_routes":
-                    counts[key][int(sample.labels["expert"])] = int(sample.value)
+                    counts[key][int(sample.labels["expert"])] = _count(sample.value)
                 else:
                     figures[key][family.name] = sample.value
-        layers = [_snapshot(key, values, counts.get(key, {})) for key, values in figures.items()]
+        layers = [_layer(key, values, counts.get(key, {})) for key, values in figures.items()]
     except (ValueError, KeyError, OverflowError, IndexError) as error:
         raise QMoEError(f"not metrics of route telemetry: {error}") from error
     if not layers:
@@ -183,29 +204,41 @@ def read_metrics(text: str) -> list[NamedSnapshot]:
     return layers
 
 
-def _snapshot(key: tuple[str, ...], figures: dict[str, float], counts: dict[int, int]) -> NamedSnapshot:
+def _layer(key: tuple[str, ...], figures: dict[str, float], counts: dict[int, int]) -> ScrapedLayer:
     executor, node, name = key
     num_experts = int(figures["qmoe_experts"])
-    if counts and sorted(counts) != list(range(num_experts)):
+    if counts and (len(counts) != num_experts or sorted(counts) != list(range(num_experts))):
         raise ValueError(f"expected routes of {num_experts} experts, got those of {len(counts)}")
     given = [counts[expert] for expert in range(num_experts)] if counts else None
-    snapshot = TelemetrySnapshot.from_dict(
-        {
-            "executor": int(executor) if executor else None,
-            "node": int(node),
-            "unix_time": figures["qmoe_snapshot_timestamp_seconds"],
-            "epoch": int(figures["qmoe_window_epoch"]),
-            "mode": "bitmap" if given is None else "counts",
-            "num_experts": num_experts,
-            "routes_per_row": int(figures["qmoe_routes_per_row"]),
-            "rows": int(figures["qmoe_rows"]),
-            "routes": int(figures["qmoe_routes"]),
-            "saturated": bool(figures["qmoe_saturated"]),
-            "paused": not figures["qmoe_recording"],
-            "experts": np.flatnonzero(given).tolist() if given else [],
-            "counts": given,
-            "trace": None,
-            "lost_rows": int(figures["qmoe_lost_rows"]),
-        }
-    )
-    return NamedSnapshot(snapshot, name, int(figures["qmoe_record_bytes"]))
+    peak = figures.get("qmoe_load_max_over_mean")
+    if peak is not None and not 0 <= peak <= num_experts * (1 + 1e-9):
+        raise ValueError(f"qmoe_load_max_over_mean: expected at most {num_experts}, got {peak}")
+    record = {
+        "version": SCHEMA_VERSION,
+        "name": name,
+        "footprint_bytes": _count(figures["qmoe_record_bytes"]),
+        "executor": int(executor) if executor else None,
+        "node": int(node),
+        "unix_time": figures["qmoe_snapshot_timestamp_seconds"],
+        "epoch": _count(figures["qmoe_window_epoch"]),
+        "mode": "bitmap" if given is None else "counts",
+        "num_experts": num_experts,
+        "routes_per_row": int(figures["qmoe_routes_per_row"]),
+        "rows": _count(figures["qmoe_rows"]),
+        "routes": _count(figures["qmoe_routes"]),
+        "saturated": bool(figures["qmoe_saturated"]),
+        "paused": not figures["qmoe_recording"],
+        "experts": np.flatnonzero(given).tolist() if given else [],
+        "counts": given,
+        "lost_rows": _count(figures["qmoe_lost_rows"]),
+    }
+    named = record_to_snapshot(record)
+    distinct = int(figures["qmoe_distinct_experts"])
+    if not 0 <= distinct <= num_experts:
+        raise ValueError(f"qmoe_distinct_experts: expected at most {num_experts}, got {distinct}")
+    return ScrapedLayer(named.snapshot, name, named.footprint_bytes, distinct, peak)
+
+
+def _count(value: float) -> int:
+    """A counter's value; the float nearest to its end is beyond it."""
+    return min(int(value), MAX_COUNT)

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qmoe_ep.cli.output import number_text
-from qmoe_ep.route_analysis import LayerLoad, layer_labels, load_figures
+from qmoe_ep.route_analysis import LayerLoad, LoadFigures, layer_labels, load_figures
 
 __all__ = ["Board", "Reading", "load_strip"]
 
@@ -33,10 +33,12 @@ class Reading:
     ----------
     load : of the window so far
     unix_time : when it was taken, seconds since 1970
+    figures : of the load, where the source tells them without the experts that they are of
     """
 
     load: LayerLoad
     unix_time: float
+    figures: LoadFigures | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class Board:
         ]
         loads = [layer.recent if self._recent else layer.reading.load for layer in layers]
         labels = layer_labels(loads)
-        figures = [load_figures(load, top=1) for load in loads]
+        figures = [layer.reading.figures or load_figures(load) for layer, load in zip(layers, loads, strict=True)]
         room = max(1, height - _FRAME_LINES)
         shown = list(range(len(layers)))
         if len(shown) > room:
@@ -109,7 +111,7 @@ class Board:
                 "-" if layer.rows_per_second is None else f"{layer.rows_per_second:,.0f}",
                 f"{figure.distinct}/{load.num_experts}",
                 number_text(figure.max_over_mean),
-                load_strip(load, strip),
+                Text("not told") if layer.reading.figures else load_strip(load, strip),
             )
         hidden = len(layers) - len(shown)
         remark = f"{hidden} more layers with smaller max/mean" if hidden else ""

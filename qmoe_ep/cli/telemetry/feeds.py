@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 
 from qmoe_ep.cli.telemetry.board import Reading
 from qmoe_ep.cli.telemetry.source import printable
 from qmoe_ep.errors import QMoEError
-from qmoe_ep.route_analysis import LayerHistory, merge_windows
-from qmoe_ep.telemetry_export.prometheus import read_metrics
+from qmoe_ep.route_analysis import LayerHistory, LoadFigures, merge_windows
+from qmoe_ep.telemetry_export.prometheus import ScrapedLayer, read_metrics
 from qmoe_ep.telemetry_export.records import RecordFollower
 from qmoe_ep.telemetry_export.schema import NamedSnapshot
 
 __all__ = ["open_feed"]
 
 _TIMEOUT_SECONDS = 5
-_MOST_BYTES = 256 << 20
+_MOST_BYTES = 64 << 20
 
 
 @contextmanager
@@ -39,12 +39,14 @@ def open_feed(source: str) -> Iterator[Callable[[], list[Reading]]]:
         yield lambda: _readings(follower.poll())
 
 
-def _scrape(url: str) -> list[NamedSnapshot]:
+def _scrape(url: str) -> list[ScrapedLayer]:
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as response:
-            data = response.read(_MOST_BYTES)
-    except (OSError, ValueError, urllib.error.URLError) as error:
-        raise QMoEError(f"{url}: can't be read: {error}") from error
+            data = response.read(_MOST_BYTES + 1)
+    except (OSError, ValueError, HTTPException) as error:
+        raise QMoEError(f"{url}: can't be read: {getattr(error, 'reason', error)}") from error
+    if len(data) > _MOST_BYTES:
+        raise QMoEError(f"{url}: expected at most {_MOST_BYTES} bytes of metrics")
     try:
         return read_metrics(data.decode(errors="replace"))
     except QMoEError as error:
@@ -56,5 +58,8 @@ def _readings(records: Iterable[NamedSnapshot]) -> list[Reading]:
     for record in records:
         snapshot = record.snapshot
         history = LayerHistory(snapshot.executor, snapshot.node, printable(record.name), (snapshot,))
-        readings.append(Reading(merge_windows(history), snapshot.unix_time))
+        figures = None
+        if isinstance(record, ScrapedLayer) and snapshot.counts is None:
+            figures = LoadFigures(record.distinct_experts, (), (), None, record.max_over_mean, None)
+        readings.append(Reading(merge_windows(history), snapshot.unix_time, figures))
     return readings
