@@ -48,10 +48,11 @@ class Placement:
 def place_experts(counts: NDArray[Any], gpus: int, redundant: int = 0) -> Placement:
     """Balance one layer over GPUs.
 
-    Copies first: one after another goes to the expert with the largest load per copy, which makes the largest of
-    these loads as small as that number of copies can. Then the experts, in order of falling load per copy, go to the
-    least loaded GPUs that have room (LPT, longest processing time first). At last pairs of experts are exchanged
-    between the busiest GPU and another, as long as that lowers the load of the busier of the two.
+    Copies are chosen first: one after another goes to the expert with the largest load per copy, which makes the
+    largest of these loads as small as that number of copies can. Copied experts then go to the GPUs with the fewest
+    experts, the others, in order of falling load, to the least loaded GPU that has room (LPT, longest processing time
+    first). At last pairs of experts are exchanged between the busiest GPU and another, as long as that lowers the load
+    of the busier of the two.
 
     Every GPU has room for the same number of experts, ``ceil((E + redundant) / gpus)``, and holds an expert once.
     Copies need room that colder experts then lack, so that few of them can do harm; there are none, if
@@ -129,38 +130,23 @@ def _replicate(load: NDArray[np.float64], gpus: int, redundant: int) -> NDArray[
 
 
 def _pack(per_copy: NDArray[np.float64], replicas: NDArray[np.int64], gpus: int, room: int) -> NDArray[np.bool_]:
-    """Which GPU holds which expert, bool [G, E]: LPT with so much room on each GPU."""
+    """Which GPU holds which expert, bool [G, E]."""
     held = np.zeros((gpus, per_copy.size), np.bool_)
-    loads = np.zeros(gpus)
-    for expert in np.argsort(-per_copy, kind="stable"):
-        for _ in range(replicas[expert]):
-            free = held.sum(axis=1) < room
-            usable = free & ~held[:, expert]
-            if not usable.any():
-                _make_room(held, loads, per_copy, expert, free)
-                usable = (held.sum(axis=1) < room) & ~held[:, expert]
-            gpu = np.where(usable, loads, np.inf).argmin()
-            held[gpu, expert] = True
-            loads[gpu] += per_copy[expert]
+    loads, taken = np.zeros(gpus), np.zeros(gpus, np.int64)
+    order = np.argsort(-per_copy, kind="stable")
+    # Copied experts first, to the emptiest GPUs: these then differ by one expert at most, so that the copies of each
+    # expert find as many GPUs with room. Then LPT.
+    for expert in order[replicas[order] > 1]:
+        chosen = np.lexsort((loads, taken))[: replicas[expert]]
+        held[chosen, expert] = True
+        loads[chosen] += per_copy[expert]
+        taken[chosen] += 1
+    for expert in order[replicas[order] == 1]:
+        gpu = np.where(taken < room, loads, np.inf).argmin()
+        held[gpu, expert] = True
+        loads[gpu] += per_copy[expert]
+        taken[gpu] += 1
     return held
-
-
-def _make_room(
-    held: NDArray[np.bool_],
-    loads: NDArray[np.float64],
-    per_copy: NDArray[np.float64],
-    expert: int,
-    free: NDArray[np.bool_],
-) -> None:
-    """Move an expert from a full GPU without ``expert`` to one with room, which holds ``expert`` already."""
-    source = np.where(held[:, expert], np.inf, loads).argmin()
-    target = np.where(free, loads, np.inf).argmin()
-    # The source is full and the target isn't, so that the source holds something the target doesn't.
-    movable = held[source] & ~held[target]
-    moved = np.where(movable, per_copy, np.inf).argmin()
-    held[source, moved], held[target, moved] = False, True
-    loads[source] -= per_copy[moved]
-    loads[target] += per_copy[moved]
 
 
 def _exchange(held: NDArray[np.bool_], per_copy: NDArray[np.float64]) -> None:

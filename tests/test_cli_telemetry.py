@@ -300,6 +300,14 @@ def test_plot(shell: Shell, tmp_path: Path, layers: int, experts: int) -> None:
     shell("telemetry", "plot", path, "-o", tmp_path / "p.jpeg2").failed("p.jpeg2", "png")
 
 
+def test_plot_of_one_record(shell: Shell, tmp_path: Path) -> None:
+    path = write_records(tmp_path / "r.jsonl", snapshot([1, 0, 4]), snapshot([0, 0], node=8))
+    shell("telemetry", "plot", path, "-o", tmp_path / "p.svg").succeeded()
+    text = (tmp_path / "p.svg").read_text()
+    assert "needs at least two records of a layer" in text
+    assert "node 8" in text
+
+
 def test_plot_without_matplotlib(
     shell: Shell, two_layers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

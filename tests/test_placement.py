@@ -80,8 +80,7 @@ def test_more_copies_than_places() -> None:
     assert placement.balance == 1
 
 
-def test_a_full_gpu_makes_room() -> None:
-    # The coldest expert comes last and has copies for GPUs that are full by then.
+def test_copies_find_room_where_there_is_none_to_spare() -> None:
     for counts in itertools.permutations([8, 8, 8, 7, 1]):
         check(place_experts(np.array(counts), 3, 4), list(counts), 3, 4)
 
