@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qmoe_ep.kernels import decode, portable
+from qmoe_ep.kernels import decode, grouped, portable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,6 +24,7 @@ def choose_plan(
     only_portable: bool = False,
 ) -> Plan:
     """The plan of the fastest family that serves a call; the portable one serves all."""
-    if not only_portable and (plan := decode.plan(call, capabilities, alignment)) is not None:
-        return plan
-    return portable.plan(call, capabilities, alignment)
+    made = None
+    if not only_portable:
+        made = decode.plan(call, capabilities, alignment) or grouped.plan(call, capabilities, alignment)
+    return made or portable.plan(call, capabilities, alignment)

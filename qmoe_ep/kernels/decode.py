@@ -174,7 +174,7 @@ class Stream:
         )
 
 
-def _stream(matrix: ExpertMatrix, alignment: Mapping[AddressSource, int]) -> Stream | str:
+def stream_of(matrix: ExpertMatrix, alignment: Mapping[AddressSource, int]) -> Stream | str:
     """How a matrix is streamed, or why it can't be."""
     weights, scales, _, zero_points = MATRIX_INPUTS[matrix.name]
     if matrix.in_features * matrix.bits % 32:
@@ -235,13 +235,13 @@ def _make(
     if call.rows != 1:
         return f"{call.rows} rows are not one"
     experts = call.experts
-    streams = [_stream(matrix, alignment) for matrix in experts.matrices]
+    streams = [stream_of(matrix, alignment) for matrix in experts.matrices]
     for stream in streams:
         if isinstance(stream, str):
             return stream
     fc1, fc2, *rest = (stream for stream in streams if isinstance(stream, Stream))
     if rest:
-        merged = _merged(fc1, rest[0])
+        merged = merged_stream(fc1, rest[0])
         if merged is None:
             return "FC1 and FC3 differ in width, zero points or scale type"
         fc1 = merged
@@ -253,7 +253,7 @@ def _make(
     return Plan("decode", "one row", scratch, (first, second))
 
 
-def _merged(gate: Stream, up: Stream) -> Stream | None:
+def merged_stream(gate: Stream, up: Stream) -> Stream | None:
     """One stream for gate and up rows that come from two matrices."""
     same = ("bits", "block_size", "zero_points", "scale_dtype")
     if any(getattr(gate.matrix, name) != getattr(up.matrix, name) for name in same):

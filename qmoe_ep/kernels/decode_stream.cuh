@@ -72,6 +72,11 @@ struct StreamFormat {
     static constexpr int kScaleOffset = kTileRows * kSpanBytes;
     static constexpr int kZeroOffset = kScaleOffset + kTileRows * kScalePitch;
     static constexpr int kStageBytes = (kZeroOffset + (ZeroPoints ? kTileRows * kZeroPitch : 0) + 15) / 16 * 16;
+
+    // What offsets of a row's codes in a stage are xor-ed with, the same again after kSwizzleRows rows: the two loads of
+    // a lane are swapped in odd rows, so that eight lanes of two rows meet different banks.
+    static constexpr int kSwizzleRows = kLaneBytes == 32 ? 2 : 1;
+    static __device__ __forceinline__ int swizzle(int row) { return kLaneBytes == 32 ? (row & 1) << 4 : 0; }
 };
 
 // The rows of a tile within one expert: rows 0 to 7 are low + i * stride, rows 8 to 15 high + i * stride, with as many
@@ -133,14 +138,10 @@ __device__ __forceinline__ int first_block(int step) {
     return F::kBlockSize == 0 ? 0 : step * F::kStepCodes / greater(F::kBlockSize, 1);
 }
 
-// Where bytes of a row of codes lie in a stage: the two loads of a lane are swapped in odd rows, so that eight lanes of
-// two rows meet different banks.
+// Where bytes of a row of codes lie in a stage.
 template <class F>
 __device__ __forceinline__ int stage_offset(int row, int offset) {
-    if constexpr (F::kLaneBytes == 32) {
-        offset ^= (row & 1) << 4;
-    }
-    return row * F::kSpanBytes + offset;
+    return row * F::kSpanBytes + (offset ^ F::swizzle(row));
 }
 
 __device__ __forceinline__ const unsigned char* aligned_down(const unsigned char* pointer) {
@@ -162,7 +163,7 @@ struct TileCopies {
     static constexpr int kPointers = kEven ? 2 : F::kCopies;
     static constexpr int kPerPointer = F::kCopies / kPointers;
     static constexpr int kRowsApart = 32 / F::kRowCopies;  // rows from one of a lane's copies to the next, if even
-    static constexpr bool kSameParity = kEven && (kRowsApart % 2 == 0 || F::kLaneBytes != 32);
+    static constexpr bool kSameParity = kEven && kRowsApart % F::kSwizzleRows == 0;
     static constexpr int kSpacing = kRowsApart * RowStride * F::kRowBytes;
     static constexpr bool kTail = F::kRowBytes % F::kSpanBytes != 0;
     static constexpr bool kScaleTail = F::kScaleRowBytes % F::kStepScaleBytes != 0;

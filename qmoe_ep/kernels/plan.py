@@ -68,13 +68,13 @@ class Plan:
 
     Attributes
     ----------
-    variant : ``"portable"``, ``"decode"`` or ``"prefill"``
+    variant : ``"portable"``, ``"decode"``, ``"grouped"`` or ``"prefill"``
     reason : one clause that says why this variant was taken, for logs and ``kernel.plan()``
     scratch : (slot, bytes), exact integers
     steps : launches in stream order
     """
 
-    variant: Literal["portable", "decode", "prefill"]
+    variant: Literal["portable", "decode", "grouped", "prefill"]
     reason: str
     scratch: tuple[tuple[str, int], ...]
     steps: tuple[Step, ...]

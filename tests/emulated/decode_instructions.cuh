@@ -117,12 +117,13 @@ inline void load_shared_if(bool active, unsigned address, unsigned (&words)[4]) 
     }
 }
 
-inline void multiply_accumulate(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
-                                unsigned b1) {
-    struct Fragments {
-        unsigned a[4], b[2];
-    } own{{a0, a1, a2, a3}, {b0, b1}};
-    const auto half = [](unsigned word, int index) { return double(half_to_float(word >> 16 * index & 0xffff)); };
+struct Fragments {
+    unsigned a[4], b[2];
+};
+
+// c += a b of fragments, of which at(word, index) is one value of a word.
+template <class At>
+inline void multiply_fragments(float (&c)[4], Fragments own, At at) {
     double sum[4] = {c[0], c[1], c[2], c[3]};
     emulation::exchange(&own, "mma", [&](auto of) {
         const unsigned lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -131,7 +132,7 @@ inline void multiply_accumulate(float (&c)[4], unsigned a0, unsigned a1, unsigne
             for (unsigned k = 0; k < 16; ++k) {
                 const Fragments& left = *of(4 * g + k % 8 / 2);
                 const Fragments& right = *of(4 * column + k % 8 / 2);
-                sum[i] += half(left.a[k / 8 * 2 + i / 2], k % 2) * half(right.b[k / 8], k % 2);
+                sum[i] += at(left.a[k / 8 * 2 + i / 2], k % 2) * at(right.b[k / 8], k % 2);
             }
         }
         return &own;
@@ -139,6 +140,12 @@ inline void multiply_accumulate(float (&c)[4], unsigned a0, unsigned a1, unsigne
     for (int i = 0; i < 4; ++i) {
         c[i] = static_cast<float>(sum[i]);
     }
+}
+
+inline void multiply_accumulate(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                                unsigned b1) {
+    multiply_fragments(c, {{a0, a1, a2, a3}, {b0, b1}},
+                       [](unsigned word, int index) { return double(half_to_float(word >> 16 * index & 0xffff)); });
 }
 
 inline unsigned join_halves(double low, double high) {

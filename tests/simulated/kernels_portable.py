@@ -201,6 +201,11 @@ def _down(launch: KernelLaunch) -> None:
 
 @simulated_kernel("portable_combine", arguments=CombineArguments)
 def _combine(launch: KernelLaunch) -> None:
+    combine_rows(launch)
+
+
+def combine_rows(launch: KernelLaunch) -> None:
+    """Carry out a combine kernel: contributions of the slots to output rows."""
     a = launch.arguments
     output = re.search(r"combine<([\w:]+)>", launch.source)
     contributions = launch.memory.view(a.contributions, (a.rows * a.top_k, a.hidden), np.float32)

@@ -12,7 +12,7 @@ import pytest
 from qmoe_ep import driver, nvrtc_cache
 from qmoe_ep.runtime import Runtime
 
-from . import toys  # noqa: F401  registers the toy kernels
+from . import kernels_decode, kernels_grouped, kernels_portable, toys  # noqa: F401  register their kernels
 from .driver import SimulatedDriver
 from .machine import Machine
 from .nvrtc import SimulatedNvrtc
