@@ -33,7 +33,7 @@ from qmoe_ep.kernels.translation_unit import Entry, device_type, dtype_tag, modu
 from qmoe_ep.operator import ROUTER_WEIGHTS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from qmoe_ep.call import CallDescription
     from qmoe_ep.capabilities import Capabilities
@@ -160,7 +160,7 @@ def plan(
     call : of one row or more
     capabilities : of the device
     alignment : bytes to which an operand's address is known to be aligned, by operand index; 16 where it says nothing
-    geometry : of both products, to force one; by :func:`choose_geometry` otherwise
+    geometry : of both products, to force one; by :func:`choose_geometries` otherwise
     """
     made = _make(call, capabilities, alignment or {}, geometry)
     return None if isinstance(made, str) else made
@@ -188,15 +188,17 @@ def _make(
         if merged is None:
             return "FC1 and FC3 differ in width, zero points or scale type"
         fc1 = merged
-    geometry = geometry or choose_geometry(call)
-    tile_routes = GROUP_TOKENS * geometry.groups
     features = max(experts.hidden_size, experts.inter_size)
-    if largest_tile_count(call, tile_routes) * features >= 1 << 31 or call.routes * call.experts.hidden_size >= 1 << 40:
+    if largest_tile_count(call, GROUP_TOKENS) * features >= 1 << 31:
         return "there are more units of work than the kernels can count"
-    first = _gate_up_step(call, capabilities, alignment, fc1, geometry)
-    second = _down_step(call, capabilities, fc2, geometry)
-    if first is None or second is None:
+    for chosen in choose_geometries(call) if geometry is None else (geometry,):
+        first = _gate_up_step(call, capabilities, alignment, fc1, chosen)
+        second = _down_step(call, capabilities, fc2, chosen)
+        if first is not None and second is not None:
+            break
+    else:
         return "the activations of a group of tokens don't fit shared memory"
+    tile_routes = GROUP_TOKENS * chosen.groups
     scratch = (
         *route_scratch(call),
         *(entry for entry in group_scratch(call, tile_routes)),
@@ -210,10 +212,13 @@ def _make(
     return Plan("grouped", f"{call.rows} rows, {tokens:.3g} tokens per expert", scratch, steps)
 
 
-def choose_geometry(call: CallDescription) -> Geometry:
-    """The default geometry: as many groups as the tokens of an expert can need, up to four."""
-    most = -(-call.rows // GROUP_TOKENS)
-    return Geometry(8, 3, 1 if most == 1 else 2 if most == 2 else 4)
+def choose_geometries(call: CallDescription) -> Iterator[Geometry]:
+    """Geometries from the best to the smallest: as many groups as the tokens of an expert can need, up to four."""
+    groups = min(4, 1 << (-(-call.rows // GROUP_TOKENS) - 1).bit_length())
+    while groups:
+        yield Geometry(8, 3, groups)
+        yield Geometry(8, 2, groups)
+        groups //= 2
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------

@@ -44,15 +44,18 @@ struct BFloats {
 template <int Bits, int LaneCodes>
 constexpr int kSubgroup = Bits == 8 ? 4 : Bits >= 3 ? (LaneCodes < 8 ? LaneCodes : 8) : (LaneCodes < 16 ? LaneCodes : 16);
 
-// Where the register is shifted to for pair i: as seldom as codes of it fit the mantissa.
+// How far the register is shifted for each pair: as seldom further as its codes fit the mantissa.
 template <class Element, int Bits>
-__device__ constexpr int pair_shift(int i) {
-    int shift = 0;
-    for (int j = 0; j <= i; ++j) {
-        shift = j * Bits - shift + Bits > Element::kMantissa ? j * Bits : shift;
+struct PairShifts {
+    int of[8] = {};
+    constexpr PairShifts() {
+        for (int i = 1; i < 8; ++i) {
+            of[i] = i * Bits - of[i - 1] + Bits > Element::kMantissa ? i * Bits : of[i - 1];
+        }
     }
-    return shift;
-}
+};
+template <class Element, int Bits>
+constexpr PairShifts<Element, Bits> kPairShifts;
 
 // `bits` holds the subgroup from its lowest bit on, and zeros or anything above; `zero` is a zero point in both halves.
 template <class Element, int Bits, int Sub, int Down>
@@ -78,7 +81,7 @@ __device__ __forceinline__ void decode_subgroup(unsigned bits, unsigned zero, un
         }
 #pragma unroll
         for (int i = 0; i < Sub / 2; ++i) {
-            const int shift = pair_shift<Element, Bits>(i), s = i * Bits - shift;
+            const int shift = kPairShifts<Element, Bits>.of[i], s = i * Bits - shift;
             const unsigned code = (both >> shift & kMask * kBothHalves << s) | Element::kImplied * kBothHalves;
             const unsigned place = static_cast<unsigned>(s + Down) << Element::kMantissa;
             const unsigned minus = ((0x8000u | Element::kImplied) - place) * kBothHalves + (zero << s);

@@ -147,7 +147,7 @@ struct UnitSums {
     // Add the products of one step. `tokens` is where the step's activations of this lane are, of `groups` groups.
     __device__ __forceinline__ void add(unsigned stage, int step, int lane, const Windows (&windows)[2], unsigned tokens,
                                         int groups) {
-        constexpr int kUnroll = F::kRuns * Groups <= 8 ? F::kRuns : F::kRuns >= 4 ? 4 : F::kRuns;
+        constexpr int kUnroll = lesser(F::kRuns, Groups == 1 && Parts < 3 ? 8 : 2);
         const int run_bytes = groups * Parts * kPartBytes;
 #pragma unroll kUnroll
         for (int run = 0; run < F::kRuns; ++run) {
