@@ -27,6 +27,7 @@ __all__ = [
     "LoadFigures",
     "Movement",
     "compare_loads",
+    "continues",
     "hot_set",
     "hot_set_drift",
     "intervals",
@@ -35,6 +36,7 @@ __all__ = [
     "load_over_time",
     "merge_executors",
     "merge_windows",
+    "split_windows",
 ]
 
 HOT_FRACTION = 8
@@ -194,6 +196,28 @@ def layer_labels(layers: Sequence[LayerHistory | LayerLoad]) -> list[str]:
 # --- windows ------------------------------------------------------------------------------------------
 
 
+def continues(before: TelemetrySnapshot, after: TelemetrySnapshot) -> bool:
+    """Whether a snapshot is of the same window as the one before it, and so holds all that one held.
+
+    A process that began anew may have a window of the same number; it holds less, sooner or later.
+    """
+    same = (before.epoch, before.num_experts, before.mode) == (after.epoch, after.num_experts, after.mode)
+    if not same or before.rows > after.rows:
+        return False
+    return before.counts is None or after.counts is None or bool((before.counts <= after.counts).all())
+
+
+def split_windows(snapshots: Sequence[TelemetrySnapshot]) -> list[list[TelemetrySnapshot]]:
+    """Group snapshots, which are in order, by window."""
+    windows: list[list[TelemetrySnapshot]] = []
+    for snapshot in snapshots:
+        if windows and continues(windows[-1][-1], snapshot):
+            windows[-1].append(snapshot)
+        else:
+            windows.append([snapshot])
+    return windows
+
+
 def merge_windows(history: LayerHistory, epoch: int | None = None, *, last: bool = False) -> LayerLoad:
     """Add up the windows of a layer.
 
@@ -201,20 +225,22 @@ def merge_windows(history: LayerHistory, epoch: int | None = None, *, last: bool
 
     Parameters
     ----------
-    epoch : only this window
+    epoch : only this window; the last one, if several processes had one of this number
     last : only the last window
 
     Raises
     ------
     QMoEError : no such window, or windows of different numbers of experts.
     """
-    closing = {snapshot.epoch: snapshot for snapshot in history.snapshots}
+    chosen = [window[-1] for window in split_windows(history.snapshots)]
     if last:
-        epoch = history.snapshots[-1].epoch
-    if epoch is not None and epoch not in closing:
-        known = f"{min(closing)} to {max(closing)}" if closing else "none"
-        raise QMoEError(f"window {epoch} of node {history.node}: not recorded; expected one of {known}")
-    chosen = list(closing.values()) if epoch is None else [closing[epoch]]
+        chosen = chosen[-1:]
+    elif epoch is not None:
+        epochs = [snapshot.epoch for snapshot in chosen]
+        chosen = [snapshot for snapshot in chosen if snapshot.epoch == epoch][-1:]
+        if not chosen:
+            known = f"{min(epochs)} to {max(epochs)}"
+            raise QMoEError(f"window {epoch} of node {history.node}: not recorded; expected one of {known}")
     sizes = {snapshot.num_experts for snapshot in chosen}
     if len(sizes) != 1:
         raise QMoEError(
@@ -287,18 +313,11 @@ def intervals(history: LayerHistory) -> list[tuple[float, NDArray[np.uint64]]]:
         if snapshot.counts is None:
             continue
         counts = snapshot.counts
-        if before is not None and _continues(before, snapshot) and before.counts is not None:
+        if before is not None and before.counts is not None and continues(before, snapshot):
             counts = counts - before.counts
         found.append((snapshot.unix_time, counts))
         before = snapshot
     return found
-
-
-def _continues(before: TelemetrySnapshot, after: TelemetrySnapshot) -> bool:
-    """Whether a snapshot holds all that the one before held."""
-    if before.epoch != after.epoch or before.counts is None or after.counts is None:
-        return False
-    return before.counts.shape == after.counts.shape and bool((before.counts <= after.counts).all())
 
 
 # --- figures ------------------------------------------------------------------------------------------

@@ -29,9 +29,11 @@ def two_layers(tmp_path: Path) -> Path:
     )
 
 
-def traced(rows: list[list[int]], lost: int = 0, **changes: int) -> TelemetrySnapshot:
-    counts = np.bincount(np.array(rows).ravel(), minlength=8)
-    return snapshot(counts.tolist(), mode="trace", trace=rows, lost_rows=lost, routes_per_row=2, **changes)
+def traced(rows: list[list[int]], lost: list[list[int]] | None = None, **changes: int) -> TelemetrySnapshot:
+    """With a ring of rows, after those that left it."""
+    gone = lost or []
+    counts = np.bincount(np.array(gone + rows).ravel(), minlength=8)
+    return snapshot(counts.tolist(), mode="trace", trace=rows, lost_rows=len(gone), routes_per_row=2, **changes)
 
 
 # --- usage and bad input ------------------------------------------------------------------------------
@@ -224,7 +226,10 @@ def test_diff_of_windows(shell: Shell, two_layers: Path) -> None:
 
 def test_trace(shell: Shell, tmp_path: Path) -> None:
     path = write_records(
-        tmp_path / "r.jsonl", traced([[0, 1], [2, 3]]), traced([[2, 3], [4, 5]], lost=1), traced([[6, 7]], node=8)
+        tmp_path / "r.jsonl",
+        traced([[0, 1], [2, 3]]),
+        traced([[2, 3], [4, 5]], lost=[[0, 1]]),
+        traced([[6, 7]], node=8),
     )
     first, second = shell.json("telemetry", "trace", path, "--rows", 2)["layers"]
     assert (first["recorded_rows"], first["rows"], first["experts"]) == (3, [1, 2], [[2, 3], [4, 5]])

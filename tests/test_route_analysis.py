@@ -19,6 +19,7 @@ from qmoe_ep.route_analysis import (
     load_over_time,
     merge_executors,
     merge_windows,
+    split_windows,
 )
 from qmoe_ep.telemetry import MAX_COUNT
 
@@ -38,6 +39,15 @@ def test_windows_count_with_their_last_snapshot() -> None:
     assert (last.rows, last.epochs) == (5, (2, 2))
     first = merge_windows(layer, 0)
     assert (first.rows, first.seen.tolist()) == (4, [True, True, False])
+
+
+def test_a_process_that_began_anew_has_windows_of_its_own() -> None:
+    layer = history(snapshot([3, 1]), snapshot([5, 1]), snapshot([1, 1]), snapshot([1, 4]), snapshot([0, 2], epoch=1))
+    assert [len(window) for window in split_windows(layer.snapshots)] == [2, 2, 1]
+    merged, first = merge_windows(layer), merge_windows(layer, 0)
+    assert merged.counts is not None
+    assert merged.counts.tolist() == [6, 7]
+    assert (first.rows, merge_windows(layer, last=True).rows) == (5, 2)
 
 
 def test_windows_that_do_not_fit() -> None:

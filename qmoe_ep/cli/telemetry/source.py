@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import click
 
 from qmoe_ep.errors import QMoEError
-from qmoe_ep.route_analysis import LayerHistory, LayerLoad, merge_executors, merge_windows
+from qmoe_ep.route_analysis import LayerHistory, LayerLoad, continues, merge_executors, merge_windows
 from qmoe_ep.route_telemetry import TelemetrySnapshot
 from qmoe_ep.telemetry_export.records import read_records
 
@@ -95,20 +95,22 @@ def read_histories(path: str, selection: Selection, *, every: bool = True) -> li
     QMoEError : not a file of records, or none of the chosen layers in it.
     """
     names: dict[tuple[int | None, int], str] = {}
-    found: dict[tuple[int | None, int], dict[int, TelemetrySnapshot]] = {}
+    found: dict[tuple[int | None, int], list[TelemetrySnapshot]] = {}
     for record in read_records(path):
         name, snapshot = record.name, record.snapshot
         if selection.executor not in (None, snapshot.executor) or selection.node not in (None, snapshot.node):
             continue
         key = (snapshot.executor, snapshot.node)
         names[key] = printable(name) or names.get(key, "")
-        layer = found.setdefault(key, {})
-        layer[len(layer) if every else snapshot.epoch] = snapshot
+        layer = found.setdefault(key, [])
+        if not every and layer and continues(layer[-1], snapshot):
+            layer.pop()
+        layer.append(snapshot)
     if not found:
         chosen = [f"{what} {n}" for what in ("executor", "node") if (n := getattr(selection, what)) is not None]
         raise QMoEError(f"{path}: no record" + (f" of {', '.join(chosen)}" if chosen else ""))
     order = sorted(found, key=lambda key: (-1 if key[0] is None else key[0], key[1]))
-    return [LayerHistory(*key, names[key], tuple(found[key].values())) for key in order]
+    return [LayerHistory(*key, names[key], tuple(found[key])) for key in order]
 
 
 def read_loads(path: str, selection: Selection) -> list[LayerLoad]:

@@ -73,12 +73,13 @@ def command(
 def _traces(path: str, chosen: Selection, window: int | None) -> list[tuple[LayerHistory, RouteTrace]]:
     """Of each layer that has one in its last window, or in that of the given epoch."""
     from qmoe_ep.cli.telemetry.source import read_histories
+    from qmoe_ep.route_analysis import split_windows
     from qmoe_ep.route_trace import join_traces
 
     traces = []
     for history in read_histories(path, chosen):
-        epoch = history.snapshots[-1].epoch if window is None else window
-        trace = join_traces([snapshot for snapshot in history.snapshots if snapshot.epoch == epoch])
+        windows = [w for w in split_windows(history.snapshots) if window in (None, w[0].epoch)]
+        trace = join_traces(windows[-1]) if windows else None
         if trace is not None:
             traces.append((history, trace))
     if not traces:
