@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qmoe_ep.kernels import decode, grouped, portable
+from qmoe_ep.kernels import decode, grouped, portable, prefill
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,5 +26,7 @@ def choose_plan(
     """The plan of the fastest family that serves a call; the portable one serves all."""
     made = None
     if not only_portable:
-        made = decode.plan(call, capabilities, alignment) or grouped.plan(call, capabilities, alignment)
+        if prefill.worthwhile(call):
+            made = prefill.plan(call, capabilities, alignment)
+        made = made or decode.plan(call, capabilities, alignment) or grouped.plan(call, capabilities, alignment)
     return made or portable.plan(call, capabilities, alignment)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from qmoe_ep.call import CallDescription, ExpertMatrix
     from qmoe_ep.capabilities import Capabilities
 
-__all__ = ["plan", "unserved_reason"]
+__all__ = ["plan", "unserved_reason", "worthwhile"]
 
 VERSION = 1
 _TILE_TOKENS, _TILE_ROWS, _STEP_INNER, _LANE_CODES = 128, 256, 128, 32
@@ -56,7 +56,14 @@ _SHARED_BYTES = (224 + 1) << 10
 _STATIC_SHARED_BYTES = 1024
 _SORT_THREADS, _MAX_CHUNKS, _MAX_SORTED_EXPERTS, _COMBINE_THREADS = 512, 64, 2048, 256
 _MAX_INT = 2**31 - 1
+_LEAST_ROWS, _LEAST_TOKENS = 96, 12
 _HALVES = (np.dtype(np.float16), np.dtype(bfloat16))
+
+
+def worthwhile(call: CallDescription) -> bool:
+    """Whether experts have so many tokens on average that tensor-core tiles of them are faster than other kernels."""
+    least = max(_LEAST_TOKENS, call.node.prefill_min_tokens)
+    return call.rows >= _LEAST_ROWS and call.routes >= least * call.experts.num_experts
 
 
 def unserved_reason(call: CallDescription, capabilities: Capabilities) -> str | None:

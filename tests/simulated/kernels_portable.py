@@ -207,7 +207,7 @@ def _combine(launch: KernelLaunch) -> None:
 def combine_rows(launch: KernelLaunch) -> None:
     """Carry out a combine kernel: contributions of the slots to output rows."""
     a = launch.arguments
-    output = re.search(r"combine<([\w:]+)>", launch.source)
+    output = re.search(r"combine<([\w:]+)[,>]", launch.source)
     contributions = launch.memory.view(a.contributions, (a.rows * a.top_k, a.hidden), np.float32)
     _combine_rows(launch, contributions, dtype_named(output[1] if output else ""))
 

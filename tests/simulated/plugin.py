@@ -12,7 +12,7 @@ import pytest
 from qmoe_ep import driver, nvrtc_cache
 from qmoe_ep.runtime import Runtime
 
-from . import kernels_decode, kernels_grouped, kernels_portable, toys  # noqa: F401  register their kernels
+from . import kernels_decode, kernels_grouped, kernels_portable, kernels_prefill, toys  # noqa: F401  register their kernels
 from .driver import SimulatedDriver
 from .machine import Machine
 from .nvrtc import SimulatedNvrtc

@@ -15,9 +15,12 @@ import pytest
 from emulated import machine
 from plan_runner import Alignment, PlanRunner
 from problems import Problem, Recipe, Space, build, random_problem
+from test_cuda_provider import activations_of, on_device, weights_of
 
+from qmoe_ep import CudaExecutionProvider
 from qmoe_ep.call import CallDescription, describe_call
 from qmoe_ep.capabilities import Capabilities
+from qmoe_ep.cuda.variants import choose_plan
 from qmoe_ep.kernels import prefill
 from qmoe_ep.kernels.plan import AddressSource, Plan
 from qmoe_ep.nvrtc_cache import compile_module, compile_modules
@@ -145,6 +148,36 @@ def test_other_devices_are_not_served() -> None:
         assert "compute capability" in str(prefill.unserved_reason(call, Capabilities.for_arch(arch)))
     less = replace(H200, shared_bytes_per_block_optin=99 << 10)
     assert "shared memory" in str(prefill.unserved_reason(call, less))
+
+
+def test_many_tokens_per_expert_take_these_kernels() -> None:
+    call = _call(build(replace(BF16, leading=(120,), experts=8)))
+    assert choose_plan(call, H200).variant == "prefill"
+    assert choose_plan(call, H200, only_portable=True).variant == "portable"
+    later = replace(call, node=replace(call.node, prefill_min_tokens=31))
+    for other in (replace(call, rows=20), later):
+        assert choose_plan(other, H200).variant not in ("prefill", "portable")
+    assert choose_plan(call, Capabilities.for_arch("sm_80")).variant == "grouped"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_simulated_calls_of_the_provider(simulated: Any, variant: str) -> None:
+    problem = build(replace(VARIANTS[variant], leading=(130,), experts=5))
+    with CudaExecutionProvider() as gpu:
+        simulated.watch(gpu.runtime)
+        kernel = gpu.create_kernel(problem.node, 7, weights_of(problem))
+        operands, output = on_device(gpu, activations_of(problem)), gpu.to_device(problem.poisoned_output())
+        assert kernel.plan(operands, [output]).variant == "prefill"
+        kernel.execute(operands, [output])
+        eager = output.numpy()
+        problem.check(eager)
+        output.copy_from(problem.poisoned_output())
+        with gpu.capture() as capture:
+            kernel.execute(operands, [output])
+        capture.graph.replay()
+        assert output.numpy().tobytes() == eager.tobytes()
+        capture.graph.close()
+        kernel.close()
 
 
 # --- device code on the CPU ----------------------------------------------------------------------
