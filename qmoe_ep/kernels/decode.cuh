@@ -8,8 +8,8 @@
 
 namespace qmoe::decode {
 
-// Routing, FC1 (and FC3) with bias and activation: input [1, hidden] to activated float [top_k, inter]. Offsets are those
-// of the parts of shared memory, in bytes; the ring is at 0.
+// Routing, FC1 (and FC3) with bias and activation: input [1, hidden] to activated float [top_k, activated_pitch], zero
+// past a slot's features. Offsets are those of the parts of shared memory, in bytes; the ring is at 0.
 struct GateUpArguments {
     const void* router_probs;
     const void* router_weights;
@@ -31,6 +31,7 @@ struct GateUpArguments {
     int factors_offset;
     int partials_offset;
     int selected_offset;
+    int activated_pitch;
     GateScalars scalars;
 };
 
@@ -52,6 +53,7 @@ struct DownArguments {
     int partials_offset;
     int selected_offset;
     int weights_offset;
+    int results_offset;
 };
 
 template <class LogitType, class WeightType, bool kNormalizeWeights, int kKeysPerLane>
@@ -83,31 +85,45 @@ struct GateUp {
     static constexpr int kTiles = (kInter + kTileFeatures - 1) / kTileFeatures;
 };
 
-template <class RoutingType, class OutputType, class StreamFormatType, class BiasType, int StageCount>
+// A block owns a whole number of tiles of output rows, or, where that is uneven, of half tiles.
+template <class RoutingType, class OutputType, class StreamFormatType, class BiasType, int StageCount, bool HalfTiles>
 struct Down {
     using Routing = RoutingType;
     using Output = OutputType;
     using Format = StreamFormatType;
     using Bias = BiasType;
     static constexpr int kStages = StageCount;
-    static constexpr int kTiles = (Format::kOutFeatures + kTileRows - 1) / kTileRows;
+    static constexpr bool kHalfTiles = HalfTiles;
+    static constexpr int kShareRows = HalfTiles ? kHalfTile : kTileRows;
+    static constexpr int kShares = (Format::kOutFeatures + kShareRows - 1) / kShareRows;
 };
 
-// The part of `total` that `index` of `count` owns: from part_start(index) to part_start(index + 1).
+// The part of `total` that `index` of `count` owns: from part_start(index) to part_start(index + 1). The product of
+// total and count is below 2^31.
 __device__ __forceinline__ int part_start(int total, int index, int count) {
-    return static_cast<int>(static_cast<long long>(total) * index / count);
+    return static_cast<unsigned>(total) * static_cast<unsigned>(index) / static_cast<unsigned>(count);
 }
 
-// The part that holds `element`.
-__device__ __forceinline__ int part_of(int total, int element, int count) {
-    return static_cast<int>((static_cast<long long>(element + 1) * count - 1) / total);
-}
+// A sequence of `steps` over the warps of a block, as many to each, the last ones perhaps fewer or none.
+struct WarpShares {
+    int steps;
+    int size;
+    float inverse;
+
+    __device__ __forceinline__ WarpShares(int total, int warps)
+        : steps(total), size((total + warps - 1) / warps), inverse(1.0f / static_cast<float>(size)) {}
+    __device__ __forceinline__ int first(int warp) const { return min(warp * size, steps); }
+    // The warp that has a step; exact below 2^20 steps.
+    __device__ __forceinline__ int warp_of(int step) const {
+        return static_cast<int>((static_cast<float>(step) + 0.5f) * inverse);
+    }
+};
 
 // Sums of units in shared memory: a warp's part of unit u is partial u + warp, of 16 rows.
-__device__ __forceinline__ float collect(const float* partials, int unit, int row, int unit_steps, int steps, int warps) {
+__device__ __forceinline__ float collect(const float* partials, int unit, int row, int unit_steps, const WarpShares& shares) {
     float sum = 0.0f;
-    const int end = part_of(steps, (unit + 1) * unit_steps - 1, warps);
-    for (int warp = part_of(steps, unit * unit_steps, warps); warp <= end; ++warp) {
+    const int end = shares.warp_of((unit + 1) * unit_steps - 1);
+    for (int warp = shares.warp_of(unit * unit_steps); warp <= end; ++warp) {
         sum += partials[(unit + warp) * kTileRows + row];
     }
     return sum;
@@ -174,85 +190,111 @@ struct GateUpWork {
     }
 };
 
-// A block owns a contiguous share of the units (slot, tile of 8 gated or 16 plain features): it selects the row's
-// experts, stages the row's activations, streams its units' weights, each warp an equal number of steps, and applies
-// bias and activation to the sums. Reads logits, the row and its units' weights; writes activated. One wave of blocks,
-// each with as many bytes in flight as its shared memory holds; bound by reading the weights.
+// Bias and activation of a block's sums, and zeros behind the features of a slot whose last tile it has.
+template <class L>
+__device__ __forceinline__ void finish_gate_up(const GateUpArguments& a, const GateUpWork<L>& work, const WarpShares& shares,
+                                               int units) {
+    using F = typename L::Format;
+    for (int index = threadIdx.x; index < units * L::kTileFeatures; index += blockDim.x) {
+        const int unit = index / L::kTileFeatures, row = index % L::kTileFeatures;
+        const TileRows tile = work.tile(0, unit);
+        const int feature = work.feature(unit) + row;
+        const bool present = feature < L::kInter;
+        const long long own = row_index<F>(tile.expert, tile_row(tile, row).row);
+        float value = collect(work.partials, unit, row, F::kRowSteps, shares);
+        if (present) {
+            value += bias_of<typename L::GateBias>(a.fc1_bias, own);
+        }
+        if constexpr (L::kGated) {
+            float up = collect(work.partials, unit, row + kHalfTile, F::kRowSteps, shares);
+            if (present) {
+                const long long other = row_index<F>(tile.expert, tile_row(tile, row + kHalfTile).row);
+                up += bias_of<typename L::UpBias>(L::kFused ? a.fc1_bias : a.fc3_bias, other);
+            }
+            value = activate_gated(value, up, a.scalars);
+        } else {
+            value = activate<L::kActivation>(value);
+        }
+        float* activated = a.activated + static_cast<long long>(work.slot(unit)) * a.activated_pitch;
+        if (present) {
+            activated[feature] = value;
+        }
+        if (work.feature(unit) + L::kTileFeatures >= L::kInter) {
+            for (int pad = L::kInter + row; pad < a.activated_pitch; pad += L::kTileFeatures) {
+                activated[pad] = 0.0f;
+            }
+        }
+    }
+}
+
+// What an armed telemetry record takes, by the first warp of the call.
+__device__ __forceinline__ void record_selected(const GateUpArguments& a, const int* selected) {
+    RouteRecord* record = blockIdx.x == 0 && threadIdx.x < 32 ? open_record(a.telemetry, a.experts, a.top_k) : nullptr;
+    if (record) {
+        record_row(record, 0, 1, selected, threadIdx.x, 32);
+        __syncwarp();
+        if (threadIdx.x == 0) {
+            finish_record(record, 1, 1);
+        }
+    }
+}
+
+// A block owns a contiguous share of the units (slot, tile of 8 gated or 16 plain features). Each of its warps selects
+// the row's experts, stages its part of the row's activations and streams an equal number of steps of the units'
+// weights; bias and activation are applied to the sums. The next kernel may start once the first loads are under way:
+// sooner, its loads would hold these up, and later it would begin too late. Reads logits, the row and its units' weights; writes
+// activated. One wave of blocks, each with as many bytes in flight as its shared memory holds; bound by reading the
+// weights.
 template <class L>
 __device__ __forceinline__ void gate_up(const GateUpArguments& a) {
     using F = typename L::Format;
     using Input = typename L::Input;
+    using Logit = typename L::Routing::Logit;
+    constexpr int kBatch = 2;
+    constexpr int kEights = F::kRowSteps * (F::kStepCodes / 8);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     char* shared = shared_memory();
     unsigned char* pieces = reinterpret_cast<unsigned char*>(shared + a.pieces_offset);
     unsigned char* factors = reinterpret_cast<unsigned char*>(shared + a.factors_offset);
     float* partials = reinterpret_cast<float*>(shared + a.partials_offset);
-    int* selected = reinterpret_cast<int*>(shared + a.selected_offset);
-
-    wait_for_predecessor();
-    allow_successor();
-    if (a.valid_rows && *a.valid_rows < 1) {
-        return;
-    }
-    if (warp == 0) {
-        using Logit = typename L::Routing::Logit;
-        select_by_warp<L::Routing::kKeys>(static_cast<const Logit*>(a.router_probs), a.experts, a.top_k, lane, selected);
-        RouteRecord* record = blockIdx.x == 0 ? open_record(a.telemetry, a.experts, a.top_k) : nullptr;
-        if (record) {
-            record_row(record, 0, 1, selected, lane, 32);
-            __syncwarp();
-            if (lane == 0) {
-                finish_record(record, 1, 1);
-            }
-        }
-    }
-    bool wild = false;
-    if (warp > 0 || warps == 1) {
-        const int from = warps == 1 ? 0 : 32;
-        wild = stage_row<F, L::kSplit, L::kInputBytes>(static_cast<const Input*>(a.input), 0,
-                                                       F::kRowSteps * (F::kStepCodes / 8), pieces, factors,
-                                                       threadIdx.x - from, blockDim.x - from);
-    }
-    wild = __syncthreads_or(wild);
+    int* selected = reinterpret_cast<int*>(shared + a.selected_offset) + warp * a.top_k;
 
     const int first_unit = part_start(a.top_k * L::kTiles, blockIdx.x, gridDim.x);
     const int units = part_start(a.top_k * L::kTiles, blockIdx.x + 1, gridDim.x) - first_unit;
-    const int steps = units * F::kRowSteps;
+    const WarpShares shares(units * F::kRowSteps, warps);
     const Operands fc1{a.fc1_weights, static_cast<const unsigned char*>(a.fc1_scales), a.fc1_zero_points};
     const Operands fc3{a.fc3_weights, static_cast<const unsigned char*>(a.fc3_scales), a.fc3_zero_points};
     const TileMatrices matrices{fc1, L::kGating == Gating::kThird ? fc3 : fc1};
     const GateUpWork<L> work{selected, shared_address(pieces), shared_address(factors), partials, first_unit, warp};
     WarpStream<F, L::kSplit, L::kStages, GateUpWork<L>> stream{
-        matrices, work, shared_address(shared) + warp * (L::kStages * F::kStageBytes), part_start(steps, warp, warps),
-        part_start(steps, warp + 1, warps), 1, lane};
+        matrices, work, shared_address(shared) + warp * (L::kStages * F::kStageBytes), shares.first(warp),
+        shares.first(warp + 1), 1, lane};
+
+    wait_for_predecessor();
+    if (a.valid_rows && load_fresh(a.valid_rows) < 1) {
+        return;
+    }
+    const auto* input = static_cast<const Input*>(a.input);
+    Eights<kBatch> row;
+    row.template load<L::kInputBytes, F::kInFeatures>(input, threadIdx.x, blockDim.x, kEights);
+    select_by_warp<L::Routing::kKeys>(static_cast<const Logit*>(a.router_probs), a.experts, a.top_k, lane, selected);
+    bool wild = row.template store<F, L::kSplit>(pieces, factors, threadIdx.x, blockDim.x, kEights);
+    for (int index = threadIdx.x + kBatch * blockDim.x; index - lane < kEights; index += kBatch * blockDim.x) {
+        row.template load<L::kInputBytes, F::kInFeatures>(input, index, blockDim.x, kEights);
+        wild |= row.template store<F, L::kSplit>(pieces, factors, index, blockDim.x, kEights);
+    }
+    // Before the copies: they fill the pipe that stores to shared memory go through, and so would any barrier after them.
+    wild = __syncthreads_or(wild);
     stream.begin();
+    allow_successor();
     if (wild) {
         stream.template run<true>();
     } else {
         stream.template run<false>();
     }
     __syncthreads();
-
-    for (int index = threadIdx.x; index < units * L::kTileFeatures; index += blockDim.x) {
-        const int unit = index / L::kTileFeatures, row = index % L::kTileFeatures;
-        const TileRows tile = work.tile(0, unit);
-        const int feature = work.feature(unit) + row;
-        if (feature >= L::kInter) {
-            continue;
-        }
-        const long long own = row_index<F>(tile.expert, tile_row(tile, row).row);
-        float value = collect(partials, unit, row, F::kRowSteps, steps, warps) + bias_of<typename L::GateBias>(a.fc1_bias, own);
-        if constexpr (L::kGated) {
-            const long long other = row_index<F>(tile.expert, tile_row(tile, row + kHalfTile).row);
-            const void* bias = L::kFused ? a.fc1_bias : a.fc3_bias;
-            const float up = collect(partials, unit, row + kHalfTile, F::kRowSteps, steps, warps) +
-                             bias_of<typename L::UpBias>(bias, other);
-            value = activate_gated(value, up, a.scalars);
-        } else {
-            value = activate<L::kActivation>(value);
-        }
-        a.activated[static_cast<long long>(work.slot(unit)) * L::kInter + feature] = value;
-    }
+    finish_gate_up<L>(a, work, shares, units);
+    record_selected(a, selected);
 }
 
 template <class L>
@@ -260,19 +302,20 @@ struct DownWork {
     using F = typename L::Format;
     using P = Pieces<F, true>;
     static constexpr int kRowStride = 1;
-    static constexpr bool kEven = F::kOutFeatures % kTileRows == 0;
+    static constexpr bool kEven = !L::kHalfTiles && F::kOutFeatures % kTileRows == 0;
     const int* selected;
     unsigned pieces;
     unsigned factor_values;
     float* partials;
-    int first_tile;
+    int first_row;
+    int last_row;
     int warp;
     int repeat_partials;
 
     __device__ __forceinline__ TileRows tile(int repeat, int unit) const {
-        const int row = (first_tile + repeat) * kTileRows;
-        return TileRows{selected[unit], row, row + kHalfTile, 1, rows_left<kEven>(row, F::kOutFeatures),
-                        rows_left<kEven>(row + kHalfTile, F::kOutFeatures)};
+        const int row = first_row + repeat * kTileRows;
+        return TileRows{selected[unit], row, row + kHalfTile, 1, rows_left<kEven>(row, last_row),
+                        rows_left<kEven>(row + kHalfTile, last_row)};
     }
 
     __device__ __forceinline__ unsigned piece(int unit, int step, int lane) const {
@@ -290,16 +333,45 @@ struct DownWork {
     }
 };
 
-// A block owns a contiguous share of the tiles of 16 output rows, for all slots: it selects and weighs the row's
-// experts, begins to stream its tiles' weights, and only then waits for the activated values, of which each warp stages
-// those of its own steps. The slots' sums are weighed and added in slot order. Reads logits, activated and its tiles'
-// weights; writes the output. One wave of blocks; bound by reading the weights, the first of which are in flight while
-// the kernel before this one ends.
+// The weighted sum over the slots, in slot order, of a block's sums with bias.
+template <class L>
+__device__ __forceinline__ void finish_down(const DownArguments& a, const DownWork<L>& work, const WarpShares& shares,
+                                            const float* weights, float* results) {
+    using F = typename L::Format;
+    const int rows = work.last_row - work.first_row;
+    const int padded = (rows + kTileRows - 1) / kTileRows * kTileRows;
+    for (int index = threadIdx.x; index < padded * a.top_k; index += blockDim.x) {
+        const int row = index % kTileRows, tile = index / kTileRows;
+        const int repeat = tile / a.top_k, slot = tile - repeat * a.top_k;
+        const int feature = work.first_row + repeat * kTileRows + row;
+        const float* own = work.partials + repeat * work.repeat_partials * kTileRows;
+        float value = collect(own, slot, row, F::kRowSteps, shares);
+        if (feature < work.last_row) {
+            value += bias_of<typename L::Bias>(a.fc2_bias, row_index<F>(work.selected[slot], feature));
+        }
+        results[index] = value;
+    }
+    __syncthreads();
+    for (int index = threadIdx.x; index < rows; index += blockDim.x) {
+        const float* own = results + index / kTileRows * a.top_k * kTileRows + index % kTileRows;
+        float total = 0.0f;
+        for (int slot = 0; slot < a.top_k; ++slot) {
+            total = fmaf(weights[slot], own[slot * kTileRows], total);
+        }
+        static_cast<typename L::Output*>(a.output)[work.first_row + index] = from_float<typename L::Output>(total);
+    }
+}
+
+// A block owns a contiguous share of the output rows, for all slots: it selects and weighs the row's experts, begins to
+// stream its rows' weights, and only then waits for the activated values, of which each warp stages those of its own
+// steps. The slots' sums are weighed and added in slot order. Reads logits, activated and its rows' weights; writes the
+// output. One wave of blocks; bound by reading the weights, the first of which are in flight while the kernel before
+// this one ends.
 template <class L>
 __device__ __forceinline__ void down(const DownArguments& a) {
     using F = typename L::Format;
     using R = typename L::Routing;
-    using P = Pieces<F, true>;
+    constexpr int kStepEights = F::kStepCodes / 8;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     char* shared = shared_memory();
     unsigned char* pieces = reinterpret_cast<unsigned char*>(shared + a.pieces_offset);
@@ -307,6 +379,7 @@ __device__ __forceinline__ void down(const DownArguments& a) {
     float* partials = reinterpret_cast<float*>(shared + a.partials_offset);
     int* selected = reinterpret_cast<int*>(shared + a.selected_offset);
     float* weights = reinterpret_cast<float*>(shared + a.weights_offset);
+    float* results = reinterpret_cast<float*>(shared + a.results_offset);
 
     allow_successor();
     if (a.valid_rows && *a.valid_rows < 1) {
@@ -318,14 +391,15 @@ __device__ __forceinline__ void down(const DownArguments& a) {
     }
     __syncthreads();
 
-    const int first_tile = part_start(L::kTiles, blockIdx.x, gridDim.x);
-    const int repeats = part_start(L::kTiles, blockIdx.x + 1, gridDim.x) - first_tile;
-    const int steps = a.top_k * F::kRowSteps;
-    const int first = part_start(steps, warp, warps), last = part_start(steps, warp + 1, warps);
+    const int first_row = part_start(L::kShares, blockIdx.x, gridDim.x) * L::kShareRows;
+    const int last_row = min(part_start(L::kShares, blockIdx.x + 1, gridDim.x) * L::kShareRows, F::kOutFeatures);
+    const WarpShares shares(a.top_k * F::kRowSteps, warps);
+    const int first = shares.first(warp), last = shares.first(warp + 1);
     const Operands fc2{a.fc2_weights, static_cast<const unsigned char*>(a.fc2_scales), a.fc2_zero_points};
     const TileMatrices matrices{fc2, fc2};
-    const int repeat_partials = a.top_k + warps - 1;
-    const DownWork<L> work{selected, shared_address(pieces), shared_address(factors), partials, first_tile, warp, repeat_partials};
+    const DownWork<L> work{selected, shared_address(pieces), shared_address(factors), partials, first_row, last_row, warp,
+                           a.top_k + warps - 1};
+    const int repeats = (last_row - first_row + kTileRows - 1) / kTileRows;
     WarpStream<F, true, L::kStages, DownWork<L>> stream{
         matrices, work, shared_address(shared) + warp * (L::kStages * F::kStageBytes), first, last, repeats, lane};
     stream.begin();
@@ -335,36 +409,14 @@ __device__ __forceinline__ void down(const DownArguments& a) {
     }
 
     wait_for_predecessor();
-    bool wild = false;
-    for (int unit = first / F::kRowSteps; unit * F::kRowSteps < last; ++unit) {
-        const int begin = stream.begin_of(unit), position = unit * F::kRowSteps + begin;
-        wild |= stage_row<F, true, kFresh>(a.activated + static_cast<long long>(unit) * F::kInFeatures,
-                                           begin * (F::kStepCodes / 8), (stream.end_of(unit) - begin) * (F::kStepCodes / 8),
-                                           pieces + position * 4 * P::kBytes, factors + position * 4 * P::kFactorsBytes, lane,
-                                           32);
-    }
+    const bool wild = stage_fresh<F>(a.activated, first * kStepEights, (last - first) * kStepEights, pieces, factors, lane);
     if (__any_sync(kAllLanes, wild)) {
         stream.template run<true>();
     } else {
         stream.template run<false>();
     }
     __syncthreads();
-
-    for (int index = threadIdx.x; index < repeats * kTileRows; index += blockDim.x) {
-        const int repeat = index / kTileRows, row = index % kTileRows;
-        const int feature = (first_tile + repeat) * kTileRows + row;
-        if (feature >= F::kOutFeatures) {
-            continue;
-        }
-        const float* own = partials + repeat * repeat_partials * kTileRows;
-        float total = 0.0f;
-        for (int slot = 0; slot < a.top_k; ++slot) {
-            const float value = collect(own, slot, row, F::kRowSteps, steps, warps) +
-                                bias_of<typename L::Bias>(a.fc2_bias, row_index<F>(selected[slot], feature));
-            total = fmaf(weights[slot], value, total);
-        }
-        static_cast<typename L::Output*>(a.output)[feature] = from_float<typename L::Output>(total);
-    }
+    finish_down<L>(a, work, shares, weights, results);
 }
 
 }  // namespace qmoe::decode

@@ -6,17 +6,17 @@
 
 namespace qmoe::decode {
 
-// The power of two that brings the largest finite magnitude of some floats to 2^14 … 2^15, as far as a float can say it,
-// and its inverse.
+// A power of two, 4^-n, that brings the largest finite magnitude of some floats to 2^13 … 2^15, as far as a float can say
+// it; and 2^n, by which sums are multiplied twice: once before and once after the weights' scale, so that nothing
+// overflows or underflows on the way that wouldn't in the end.
 struct Exponent {
     float scale;
-    float back;
+    float root;
 };
 
 __device__ __forceinline__ Exponent exponent_for(float magnitude) {
-    const unsigned field = min(max(__float_as_uint(magnitude) >> 23, 14u), 254u);
-    const unsigned inverse = field - 14u;
-    return Exponent{__uint_as_float((268u - field) << 23), __uint_as_float(inverse ? inverse << 23 : 0x00400000u)};
+    const unsigned field = min(max(__float_as_uint(magnitude) >> 23, 14u), 254u) | 1u;
+    return Exponent{__uint_as_float((268u - field) << 23), __uint_as_float((127u + field / 2u - 70u) << 23)};
 }
 
 __device__ __forceinline__ float half_of(unsigned halves, int index) {
@@ -74,92 +74,128 @@ __device__ __forceinline__ float sum_lanes(float value) {
     return value;
 }
 
-constexpr int kFresh = 0;  // in place of a load width: floats, aligned to 16 bytes, that the kernel before wrote
-
-// Values first to first + 7 of a row of Size, zero past its end.
-template <int LoadBytes, int Size, class T>
-__device__ __forceinline__ void load_eight(const T* row, int first, float (&values)[8]) {
-    if (first + 8 <= Size) {
-        if constexpr (LoadBytes == kFresh) {
-            const float4 low = load_fresh(row + first), high = load_fresh(row + first + 4);
-            values[0] = low.x, values[1] = low.y, values[2] = low.z, values[3] = low.w;
-            values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
-        } else {
-            load_values<8, LoadBytes>(row + first, values);
+// Store one eight of a row of pieces, split or not; all lanes of a warp take part, with consecutive eights. Returns
+// whether a value that shares its fold is not finite.
+template <class F, bool Split>
+__device__ __forceinline__ bool store_eight(const float (&values)[8], unsigned char* pieces, unsigned char* factors, int index,
+                                            bool present) {
+    constexpr int kLanes = F::kFold / 8;  // that share a fold
+    float sum = 0.0f;
+    unsigned short upper[8];
+    if constexpr (!Split) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            upper[i] = from_float<Float16>(values[i]).bits;
+            sum += values[i];
         }
+        sum = sum_lanes<kLanes>(sum);
+        if (present) {
+            store_halves<F, 16>(pieces, index, upper);
+            if (index % kLanes == 0) {
+                reinterpret_cast<float*>(factors)[index / kLanes] = sum * kCodeScale;
+            }
+        }
+        return !(fabsf(sum) < kInfinity);
     } else {
-        load_values_guarded<8>(row + first, Size - first, values);
+        float magnitude = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            magnitude = fmaxf(magnitude, fabsf(values[i]));
+        }
+#pragma unroll
+        for (int offset = 1; offset < greater(kLanes, 4); offset *= 2) {
+            magnitude = fmaxf(magnitude, __shfl_xor_sync(0xffffffffu, magnitude, offset));
+        }
+        const Exponent exponent = exponent_for(magnitude);
+        unsigned short lower[8];
+#pragma unroll
+        for (int i = 0; i < 8; i += 2) {
+            const float first = values[i] * exponent.scale, second = values[i + 1] * exponent.scale;
+            sum += first, sum += second;
+            const unsigned halves = round_to_halves(first, second);
+            const unsigned rest = round_to_halves(first - half_of(halves, 0), second - half_of(halves, 1));
+            upper[i] = halves & 0xffffu, upper[i + 1] = halves >> 16;
+            lower[i] = rest & 0xffffu, lower[i + 1] = rest >> 16;
+        }
+        sum = sum_lanes<kLanes>(sum);
+        const bool finite = fabsf(sum) < kInfinity;
+        if (!finite) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                lower[i] = (upper[i] & 0x7c00u) == 0x7c00u ? 0 : lower[i];
+            }
+        }
+        if (present) {
+            store_halves<F, 32>(pieces, index, upper);
+            store_halves<F, 32>(pieces + 16, index, lower);
+            if (index % kLanes == 0) {
+                float* factor = reinterpret_cast<float*>(factors) + index / kLanes * 2;
+                factor[0] = sum * kCodeScale, factor[1] = exponent.root;
+            }
+        }
+        return !finite;
     }
 }
 
-// Stage eights from `from` to `from` + `count` - 1 of a row of F::kInFeatures values, by `threads` threads (whole
-// warps) of which this is number `thread`. `pieces` and `factors` are where the first of them goes. Returns whether
-// a value of this thread is not finite.
-template <class F, bool Split, int LoadBytes, class T>
-__device__ __forceinline__ bool stage_row(const T* row, int from, int count, unsigned char* pieces, unsigned char* factors,
-                                          int thread, int threads) {
-    constexpr int kLanes = F::kFold / 8;  // that share a fold
+// Eights of a row of Size values, `stride` apart, of which a thread has Batch at a time.
+template <int Batch>
+struct Eights {
+    float values[Batch][8];
+
+    // Load those from `first` on; zeros from eight `count` and from value Size on. All lanes of a warp take part.
+    template <int LoadBytes, int Size, class T>
+    __device__ __forceinline__ void load(const T* row, int first, int stride, int count) {
+#pragma unroll
+        for (int i = 0; i < Batch; ++i) {
+            const int index = first + i * stride, left = index < count ? Size - 8 * index : 0;
+            if (left >= 8) {
+                load_values<8, LoadBytes>(row + 8 * index, values[i]);
+            } else {
+                load_values_guarded<8>(row + 8 * index, Size % 8 ? left : 0, values[i]);
+            }
+        }
+    }
+
+    // Store them as pieces; returns whether a value that shares a fold with one of them is not finite.
+    template <class F, bool Split>
+    __device__ __forceinline__ bool store(unsigned char* pieces, unsigned char* factors, int first, int stride, int count) const {
+        bool wild = false;
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < Batch; ++i) {
+            const int index = first + i * stride;
+            if (index - lane < count) {
+                wild |= store_eight<F, Split>(values[i], pieces, factors, index, index < count);
+            }
+        }
+        return wild;
+    }
+};
+
+// Stage eights `from` to `from` + `count` - 1, by one warp, of floats that the kernel before wrote. `pieces` and `factors` are those of eight 0. Returns whether a value that this lane saw is not finite.
+template <class F>
+__device__ __forceinline__ bool stage_fresh(const float* values, int from, int count, unsigned char* pieces,
+                                            unsigned char* factors, int lane) {
+    constexpr int kBatch = 2;
     bool wild = false;
-    for (int base = 0; base < count; base += threads) {
-        const int index = base + thread;
-        const bool present = index < count;
-        float values[8];
-        load_eight<LoadBytes, F::kInFeatures>(row, present ? (from + index) * 8 : F::kInFeatures, values);
-        unsigned short upper[8];
-        if constexpr (!Split) {
-            float sum = 0.0f;
+#pragma unroll 1
+    for (int base = 0; base < count; base += kBatch * 32) {
+        float batch[kBatch][8] = {};
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                upper[i] = from_float<Float16>(values[i]).bits;
-                sum += values[i];
+        for (int i = 0; i < kBatch; ++i) {
+            const int place = base + i * 32 + lane;
+            if (place < count) {
+                const float* source = values + 8ll * (from + place);
+                const float4 low = load_fresh(source), high = load_fresh(source + 4);
+                batch[i][0] = low.x, batch[i][1] = low.y, batch[i][2] = low.z, batch[i][3] = low.w;
+                batch[i][4] = high.x, batch[i][5] = high.y, batch[i][6] = high.z, batch[i][7] = high.w;
             }
-            sum = sum_lanes<kLanes>(sum);
-            wild = wild || !(fabsf(sum) < kInfinity);
-            if (present) {
-                store_halves<F, 16>(pieces, index, upper);
-                if (index % kLanes == 0) {
-                    reinterpret_cast<float*>(factors)[index / kLanes] = sum * kCodeScale;
-                }
-            }
-        } else {
-            float magnitude = 0.0f;
+        }
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                magnitude = fmaxf(magnitude, fabsf(values[i]));
-            }
-#pragma unroll
-            for (int offset = 1; offset < greater(kLanes, 4); offset *= 2) {
-                magnitude = fmaxf(magnitude, __shfl_xor_sync(0xffffffffu, magnitude, offset));
-            }
-            const Exponent exponent = exponent_for(magnitude);
-            float sum = 0.0f;
-            unsigned short lower[8];
-#pragma unroll
-            for (int i = 0; i < 8; i += 2) {
-                const float first = values[i] * exponent.scale, second = values[i + 1] * exponent.scale;
-                sum += first, sum += second;
-                const unsigned halves = round_to_halves(first, second);
-                const unsigned rest = round_to_halves((first - half_of(halves, 0)) * 2048.0f,
-                                                      (second - half_of(halves, 1)) * 2048.0f);
-                upper[i] = halves & 0xffffu, upper[i + 1] = halves >> 16;
-                lower[i] = rest & 0xffffu, lower[i + 1] = rest >> 16;
-            }
-            sum = sum_lanes<kLanes>(sum);
-            const bool finite = fabsf(sum) < kInfinity;
-            wild = wild || !finite;
-            if (!finite) {
-#pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    lower[i] = (upper[i] & 0x7c00u) == 0x7c00u ? 0 : lower[i];
-                }
-            }
-            if (present) {
-                store_halves<F, 32>(pieces, index, upper);
-                store_halves<F, 32>(pieces + 16, index, lower);
-                if (index % kLanes == 0) {
-                    float* factor = reinterpret_cast<float*>(factors) + index / kLanes * 2;
-                    factor[0] = sum * kCodeScale, factor[1] = exponent.back;
-                }
+        for (int i = 0; i < kBatch; ++i) {
+            const int place = base + i * 32 + lane;
+            if (base + i * 32 < count) {
+                wild |= store_eight<F, true>(batch[i], pieces, factors, from + place, place < count);
             }
         }
     }

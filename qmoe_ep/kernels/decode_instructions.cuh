@@ -111,6 +111,9 @@ __device__ __forceinline__ float4 load_fresh(const float* source) {
     return __ldcg(reinterpret_cast<const float4*>(source));
 }
 
+// A word past the first-level cache.
+__device__ __forceinline__ int load_fresh(const int* source) { return __ldcg(source); }
+
 // Programmatic dependent launch: wait until the kernels before have finished and their writes can be seen; let the
 // next one start. Without such a launch both do nothing.
 __device__ __forceinline__ void wait_for_predecessor() {

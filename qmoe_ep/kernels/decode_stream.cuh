@@ -34,7 +34,7 @@ struct StreamFormat {
     static constexpr int kOutFeatures = OutFeatures;
     static constexpr int kInFeatures = InFeatures;
 
-    static constexpr int kLaneCodes = Bits == 8 ? 32 : Bits == 1 ? 128 : 64;
+    static constexpr int kLaneCodes = Bits == 8 ? 32 : Bits == 1 && BlockSize != 16 ? 128 : 64;
     static constexpr int kLaneBytes = kLaneCodes * Bits / 8;
     static constexpr int kLaneWords = kLaneBytes / 4;
     static constexpr int kSpanBytes = 4 * kLaneBytes;
@@ -286,8 +286,8 @@ struct TileCopies {
 
 // Activations in shared memory, in the order in which codes come out of their groups: pieces of kLaneCodes, for lane t
 // of step s piece 4 s + t. Where they are split, 16 bytes of upper halves and 16 bytes of lower halves alternate. With
-// every fold of a piece go the sum of its values as multiplied, times 2^-24, and where they are split the power of two
-// that takes them back.
+// every fold of a piece go the sum of its values as multiplied, times 2^-24, and where they are split the root of the
+// power of two that takes them back.
 template <class F, bool Split>
 struct Pieces {
     static constexpr int kBytes = F::kLaneCodes * (Split ? 4 : 2);
@@ -296,8 +296,7 @@ struct Pieces {
     static constexpr int kFactorsBytes = F::kFolds * kFactorBytes;
 };
 
-constexpr float kLowerScale = 1.0f / 2048.0f;             // lower halves are kept times 2^11
-constexpr float kCodeScale = 1.0f / 16777216.0f;          // codes are multiplied times 2^-24
+constexpr float kCodeScale = 1.0f / 16777216.0f;  // codes are multiplied times 2^-24
 constexpr float kCodeUnscale = 16777216.0f;
 
 __device__ constexpr float power_of_minus(int s) { return 1.0f / static_cast<float>(1 << s); }
@@ -417,11 +416,11 @@ struct TileSums {
 
     // Put a block's accumulators together and add them, scaled.
     __device__ __forceinline__ void join(const Accumulators& c, const BlockPair& block, unsigned factors) {
-        float sum = 0.0f, back = 1.0f;
+        float sum = 0.0f, root = 1.0f;
         if constexpr (Split) {
             unsigned words[2];
             load_shared(factors, words);
-            sum = __uint_as_float(words[0]), back = __uint_as_float(words[1]);
+            sum = __uint_as_float(words[0]), root = __uint_as_float(words[1]);
         } else if constexpr (!Exact) {
             unsigned words[1];
             load_shared(factors, words);
@@ -429,19 +428,22 @@ struct TileSums {
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float total = Split ? fmaf(c[0][2 * half + 1], kLowerScale, c[0][2 * half]) : c[0][2 * half];
+            float total = Split ? c[0][2 * half] + c[0][2 * half + 1] : c[0][2 * half];
 #pragma unroll
             for (int i = 1; i < kClasses; ++i) {
-                const float own = Split ? fmaf(c[i][2 * half + 1], kLowerScale, c[i][2 * half]) : c[i][2 * half];
+                const float own = Split ? c[i][2 * half] + c[i][2 * half + 1] : c[i][2 * half];
                 total = fmaf(own, power_of_minus(Group::kShift[i]), total);
             }
             if constexpr (!Exact) {
                 total = fmaf(-static_cast<float>(block.zero[half]), sum, total);
                 total = kDeferred ? total : total * kCodeUnscale;
             }
-            total = Split ? total * back : total;
             float& target = half ? high : low;
-            target = fmaf(total, block.scale[half], target);
+            if constexpr (Split) {
+                target = fmaf(total * root * block.scale[half], root, target);
+            } else {
+                target = fmaf(total, block.scale[half], target);
+            }
         }
     }
 

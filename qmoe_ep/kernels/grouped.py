@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qmoe_ep.kernels.decode import Stream, merged_stream, stream_of
+from qmoe_ep.kernels.decode_geometry import Stream, merged_stream, stream_of
 from qmoe_ep.kernels.operands import matrix_fields, matrix_pointers
 from qmoe_ep.kernels.plan import AddressSource, ModuleSource, Plan, Step
 from qmoe_ep.kernels.portable import CombineArguments, GateScalars, gate_scalars

@@ -161,6 +161,8 @@ inline unsigned round_to_halves(float first, float second) { return join_halves(
 
 inline float4 load_fresh(const float* source) { return *reinterpret_cast<const float4*>(source); }
 
+inline int load_fresh(const int* source) { return *source; }
+
 inline void wait_for_predecessor() {}
 inline void allow_successor() {}
 

@@ -364,10 +364,13 @@ class SimulatedDriver(GraphCalls):
 
     @call()
     def cuFuncSetAttribute(self, function: Any, attribute: Any, value: int) -> None:
-        most = self.machine.attributes["MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"]
+        carveout = attribute == real.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        most = 100 if carveout else self.machine.attributes["MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"]
+        state = self.machine.get(function, _Function)
         if value > most:
             raise Refused(Code.CUDA_ERROR_INVALID_VALUE)
-        self.machine.get(function, _Function).dynamic_shared = value
+        if not carveout:
+            state.dynamic_shared = value
 
     @call()
     def cuLaunchKernelEx(self, config: Any, function: Any, parameters: int, extra: Any) -> None:

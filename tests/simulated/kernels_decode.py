@@ -18,10 +18,6 @@ from .kernels_portable import _DTYPES, DeviceFormat, dtype_named, linear, record
 _ROUTING = re.compile(r"Routing<([\w:]+), ([\w:]+), (true|false), \d+>")
 _STREAM = re.compile(r"StreamFormat<(\d+), (\d+), (true|false), ([\w:]+), \d+, \d+, (\d+), (\d+)>")
 
-_GATE_UP = re.compile(
-    r"GateUp<qmoe.*?>, ([\w:]+), \d+, .*>, ([\w:]+), ([\w:]+), qmoe::Gating::k(\w+), qmoe::Activation::k(\w+), \d"
-)
-
 
 def _route(launch: KernelLaunch) -> tuple[Any, Any] | None:
     """Experts and weights of the row; None if it is not valid."""
@@ -69,7 +65,8 @@ def _gate_up(launch: KernelLaunch) -> None:
         swiglu_limit=np.float32(a.scalars.limit),
     )
     x = view(a.input, (1, hidden), dtype_named(found[1])).astype(np.float32)
-    activated = view(a.activated, (a.top_k, inter), np.float32)
+    activated = view(a.activated, (a.top_k, a.activated_pitch), np.float32)
+    activated[:, inter:] = 0
     with np.errstate(all="ignore"):
         for slot, expert in enumerate(routed[0][0]):
             fc1 = linear(launch, "fc1", first, int(expert), out, hidden, x)
@@ -80,20 +77,21 @@ def _gate_up(launch: KernelLaunch) -> None:
                 fc1, up = fc1[:, :inter], fc1[:, inter:]
             elif gating == "Third":
                 up = linear(launch, "fc3", second, int(expert), inter, hidden, x)
-            activated[slot] = activate(node, fc1, up)[0]
+            activated[slot, :inter] = activate(node, fc1, up)[0]
 
 
 @simulated_kernel("decode_down", arguments=DownArguments)
 def _down(launch: KernelLaunch) -> None:
     routed = _route(launch)
     a, view = launch.arguments, launch.memory.view
-    found = re.search(r"Down<qmoe.*?>, ([\w:]+), .*>, ([\w:]+), \d+>", launch.source)
+    found = re.search(r"Down<qmoe.*?>, ([\w:]+), .*>, ([\w:]+), \d+, \w+>", launch.source)
     if found is None:
         raise LookupError("no Down in the source")
     if routed is None:
         return
     fmt, hidden, inter = _format(launch.source, found[2])
-    activated = view(a.activated, (a.top_k, inter), np.float32)
+    step = 4 * {8: 32, 1: 64 if fmt.block_size == 16 else 128}.get(fmt.bits, 64)
+    activated = view(a.activated, (a.top_k, -(-inter // step) * step), np.float32)[:, :inter]
     output = np.zeros(hidden, np.float32)
     with np.errstate(all="ignore"):
         for slot, expert in enumerate(routed[0][0]):
