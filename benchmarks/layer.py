@@ -68,7 +68,11 @@ class Layer:
         self.hidden, self.inter, self.experts, self.k = SHAPES[shape]
         self.rng = np.random.default_rng(seed)
         self.node = qmoe_ep.QMoENode(
-            k=self.k, activation_type="swiglu", normalize_routing_weights=1, expert_weight_bits=bits, block_size=block
+            k=self.k,
+            activation_type="swiglu",
+            normalize_routing_weights=1,
+            expert_weight_bits=bits,
+            block_size=block or None,
         )
         self.weights: dict[int, DeviceTensor] = {}
         for indices, out, inner in (
@@ -77,7 +81,9 @@ class Layer:
             ((8, 9), self.inter, self.hidden),
         ):
             self.weights[indices[0]] = self._fill((self.experts, out, inner * bits // 8), np.uint8)
-            self.weights[indices[1]] = self._fill((self.experts, out, inner // block), DTYPES[dtype])
+            self.weights[indices[1]] = self._fill(
+                (self.experts, out, inner // block) if block else (self.experts, out), DTYPES[dtype]
+            )
         self.kernel = gpu.create_kernel(self.node, 0, self.weights)
 
     def _fill(self, shape: tuple[int, ...], dtype: Any) -> DeviceTensor:
@@ -216,8 +222,8 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 4, 16, 64, 512, 4096])
     parser.add_argument("--dtypes", nargs="*", default=["float16"], choices=DTYPES)
-    parser.add_argument("--bits", nargs="*", type=int, default=[4], choices=[1, 2, 4, 8])
-    parser.add_argument("--blocks", nargs="*", type=int, default=[32])
+    parser.add_argument("--bits", nargs="*", type=int, default=[4], choices=[1, 2, 3, 4, 8])
+    parser.add_argument("--blocks", nargs="*", type=int, default=[32], help="0 is row-wise")
     parser.add_argument("--kernels", choices=["auto", "portable"], default="auto")
     parser.add_argument("--commit", help="recorded when the tree is no git checkout")
     parser.add_argument("-o", "--output", type=Path)

@@ -34,6 +34,10 @@ __all__ = [
 ]
 
 
+_OTHER_CONTEXT = (201, 400)
+"""``CUDA_ERROR_INVALID_CONTEXT`` and ``CUDA_ERROR_INVALID_HANDLE``: what a launch says that didn't find its context."""
+
+
 class Registrar(Protocol):
     """Whoever owns what a captured call addresses."""
 
@@ -312,6 +316,7 @@ class CapturedGraph:
         self._runtime = runtime
         self._executable = _Executable(executable)
         self._held = held
+        self._lock = runtime.lock
         self._launch = driver().cuGraphLaunch
         self._stream = driver().CUstream(runtime.stream)
         self._forget = runtime.on_close(self._executable.destroy)
@@ -344,17 +349,30 @@ class CapturedGraph:
         CudaError : the driver refused.
         """
         runtime = self._runtime
-        with runtime.lock, runtime.current():
+        with self._lock:
             handle = self._executable.handle
-            if handle is None:
-                raise CaptureError("the graph is closed: capture again")
-            # Only an embedder's stream can be captured without the runtime knowing.
-            if runtime.capture is not None or not runtime.owns_stream:
-                runtime.refuse_while_capturing("replay a graph")
-            if stream is None or stream == runtime.stream:
-                check(self._launch(handle, self._stream), "cuGraphLaunch", "replay a graph")
-            else:
-                self._replay_on(handle, stream)
+            # Only an embedder's stream can be captured without the runtime knowing. Where nothing has to be asked, the
+            # launch itself tells whether the context is current, which saves a query.
+            if (
+                stream is None
+                and handle is not None
+                and runtime.capture is None
+                and runtime.owns_stream
+                and not runtime.closed
+            ):
+                result = self._launch(handle, self._stream)
+                if int(result[0]) not in _OTHER_CONTEXT:
+                    check(result, "cuGraphLaunch", "replay a graph")
+                    return
+            with runtime.current():
+                if handle is None:
+                    raise CaptureError("the graph is closed: capture again")
+                if runtime.capture is not None or not runtime.owns_stream:
+                    runtime.refuse_while_capturing("replay a graph")
+                if stream is None or stream == runtime.stream:
+                    check(self._launch(handle, self._stream), "cuGraphLaunch", "replay a graph")
+                else:
+                    self._replay_on(handle, stream)
 
     def _replay_on(self, handle: Any, stream: int) -> None:
         runtime, target = self._runtime, driver().CUstream(stream)
