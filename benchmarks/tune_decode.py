@@ -35,6 +35,9 @@ def neighbours(chosen: Pair) -> Iterator[Pair]:
     """The chosen geometry, and with other warps and stages of one kernel."""
     gate, down = chosen
     yield chosen
+    for stages in (2, 3, 4):
+        for ahead in range(stages + 1):
+            yield replace(gate, stages=stages, ahead=ahead), down
     for warps in (8, 10, 12, 16):
         for stages in (2, 3, 4):
             yield replace(gate, warps=warps, stages=stages), down
@@ -126,7 +129,7 @@ def tune(layer: Layer, limit: ReadLimit, modules: ModuleCache, others: bool) -> 
         whole = calls.microseconds(launches)
         parts = [calls.microseconds([[prepared[i]] for prepared in launches]) for i in range(2)]
         print(
-            f"  {gate.warps:2}x{gate.stages} {down.warps:2}x{down.stages} {whole:7.2f} us {whole / bound:5.2f} "
+            f"  {gate.warps:2}x{gate.stages}/{gate.ahead} {down.warps:2}x{down.stages} {whole:7.2f} us {whole / bound:5.2f} "
             f"gate/up {parts[0]:6.2f} down {parts[1]:6.2f} difference {difference:.1e}",
             flush=True,
         )

@@ -149,7 +149,7 @@ def test_sizes_beyond_the_kernels_counters_are_declined() -> None:
 # --- the device code, on the CPU -----------------------------------------------------------------
 
 emulated = pytest.mark.skipif(machine.COMPILER is None, reason="g++ is not installed")
-FEW_BLOCKS = replace(HOPPER, multiprocessor_count=3)
+FEW_BLOCKS = replace(HOPPER, multiprocessor_count=2)
 SMALL = Geometry(3, 2, 168)
 PLAIN = Recipe(leading=(1,), hidden=256, inter=64, dtype="float16", fusion=0, scale_dtypes=("float16",) * 3)
 
@@ -165,11 +165,10 @@ def _emulate(problem: Problem, geometry: tuple[Geometry, Geometry] | None = None
 
 
 @emulated
-@pytest.mark.parametrize("backwards", [False, True])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("name", "backwards"), [(name, number % 2 == 0) for number, name in enumerate(VARIANTS)])
 def test_device_code_computes_the_operator(name: str, backwards: bool) -> None:
     problem = build(replace(VARIANTS[name], leading=(1,)))
-    problem.check_closely(_emulate(problem, (SMALL, SMALL) if backwards else None, backwards=backwards))
+    problem.check_closely(_emulate(problem, (SMALL, SMALL), backwards=backwards))
 
 
 @emulated
@@ -178,7 +177,7 @@ def test_device_code_computes_the_operator(name: str, backwards: bool) -> None:
 def test_activations_that_are_not_finite(dtype: str, value: float) -> None:
     problem = build(replace(PLAIN, dtype=dtype, activation="identity"))
     problem.inputs[0].reshape(-1)[5] = value  # type: ignore[union-attr]
-    problem.check_closely(_emulate(problem))
+    problem.check_closely(_emulate(problem, (SMALL, SMALL)))
 
 
 @emulated
@@ -190,21 +189,22 @@ def test_activations_of_any_magnitude(factor: float, inverse: float) -> None:
     assert scales is not None
     rows *= np.float32(factor)
     scales *= np.float32(inverse)
-    problem.check_closely(_emulate(problem))
+    problem.check_closely(_emulate(problem, (SMALL, SMALL)))
 
 
 @emulated
 def test_rows_past_the_valid_ones_are_left_alone() -> None:
     problem = build(PLAIN)
-    assert np.isnan(_emulate(problem, valid_rows=0)).all()
-    problem.check_closely(_emulate(problem, valid_rows=1))
+    assert np.isnan(_emulate(problem, (SMALL, SMALL), valid_rows=0)).all()
+    problem.check_closely(_emulate(problem, (SMALL, SMALL), valid_rows=1))
 
 
 @emulated
-@pytest.mark.parametrize("router_dtype", ["float16", "float32", "bfloat16"])
+@pytest.mark.parametrize("router_dtype", ["float16", "float32"])
 def test_any_logits_select_every_expert_once(router_dtype: str) -> None:
-    ones = build(replace(PLAIN, hidden=64, router_dtype=router_dtype, experts=40, k=33))
+    small = replace(PLAIN, hidden=64, router_dtype=router_dtype)
+    ones = build(replace(small, experts=10, k=9))
     ones.inputs[1].view(np.uint8)[...] = 0xFF  # type: ignore[union-attr]
-    ones.check_closely(_emulate(ones))
-    ties = build(replace(PLAIN, hidden=64, router_dtype=router_dtype, experts=300, k=5, logits="ties"))
-    ties.check_closely(_emulate(ties))
+    ones.check_closely(_emulate(ones, (SMALL, SMALL)))
+    ties = build(replace(small, experts=300, k=5, logits="ties"))
+    ties.check_closely(_emulate(ties, (SMALL, SMALL)))

@@ -66,7 +66,7 @@ struct Routing {
 
 // The format's rows are hidden features; those of FC1 are inter, or twice as many where gate and up are fused.
 template <class RoutingType, class InputType, int InputBytes, class StreamFormatType, class GateBiasType, class UpBiasType,
-          Gating kind, Activation function, int StageCount>
+          Gating kind, Activation function, int StageCount, int StagesAhead>
 struct GateUp {
     using Routing = RoutingType;
     using Input = InputType;
@@ -78,6 +78,7 @@ struct GateUp {
     static constexpr Gating kGating = kind;
     static constexpr Activation kActivation = function;
     static constexpr int kStages = StageCount;
+    static constexpr int kAhead = StagesAhead;  // begun before the activations are staged
     static constexpr bool kGated = kind != Gating::kNone;
     static constexpr bool kFused = kind == Gating::kInterleaved || kind == Gating::kHalves;
     static constexpr int kInter = Format::kOutFeatures / (kFused ? 2 : 1);
@@ -278,14 +279,17 @@ __device__ __forceinline__ void gate_up(const GateUpArguments& a) {
     Eights<kBatch> row;
     row.template load<L::kInputBytes, F::kInFeatures>(input, threadIdx.x, blockDim.x, kEights);
     select_by_warp<L::Routing::kKeys>(static_cast<const Logit*>(a.router_probs), a.experts, a.top_k, lane, selected);
+    __syncwarp();
+    // Copies fill the pipe that stores to shared memory go through: a few are to be under way meanwhile, no more.
+    stream.begin();
+    stream.fill(0, L::kAhead);
     bool wild = row.template store<F, L::kSplit>(pieces, factors, threadIdx.x, blockDim.x, kEights);
     for (int index = threadIdx.x + kBatch * blockDim.x; index - lane < kEights; index += kBatch * blockDim.x) {
         row.template load<L::kInputBytes, F::kInFeatures>(input, index, blockDim.x, kEights);
         wild |= row.template store<F, L::kSplit>(pieces, factors, index, blockDim.x, kEights);
     }
-    // Before the copies: they fill the pipe that stores to shared memory go through, and so would any barrier after them.
     wild = __syncthreads_or(wild);
-    stream.begin();
+    stream.fill(L::kAhead, L::kStages);
     allow_successor();
     if (wild) {
         stream.template run<true>();
@@ -403,6 +407,7 @@ __device__ __forceinline__ void down(const DownArguments& a) {
     WarpStream<F, true, L::kStages, DownWork<L>> stream{
         matrices, work, shared_address(shared) + warp * (L::kStages * F::kStageBytes), first, last, repeats, lane};
     stream.begin();
+    stream.fill(0, L::kStages);
     if (warp == warps - 1) {
         weigh_experts<typename R::Logit, typename R::Weight, R::kNormalize>(logits, a.router_weights, a.experts, a.top_k, lane,
                                                                             selected, weights);

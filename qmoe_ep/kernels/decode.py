@@ -199,10 +199,11 @@ def _gate_up_step(
     declaration = (
         f"using Layout = qmoe::decode::GateUp<{routing}, {device_type(call.dtype)}, {input_bytes}, "
         f"{stream.device_type()}, {device_type(experts.fc1.bias_dtype)}, {device_type(up_bias)}, "
-        f"qmoe::Gating::{_GATING[experts.gating]}, qmoe::Activation::{_ACTIVATION[function]}, {geometry.stages}>;"
+        f"qmoe::Gating::{_GATING[experts.gating]}, qmoe::Activation::{_ACTIVATION[function]}, {geometry.stages}, "
+        f"{min(geometry.ahead, geometry.stages)}>;"
     )
     tags = (experts.gating, function, dtype_tag(call.dtype), f"x{input_bytes}", stream.tag(), dtype_tag(up_bias))
-    module = _module("gate_up", GateUpArguments, geometry, declaration, routing_tag, *tags)
+    module = _module("gate_up", GateUpArguments, geometry, declaration, routing_tag, *tags, f"a{geometry.ahead}")
     pointers: tuple[tuple[str, AddressSource], ...] = (
         *_ROUTE_POINTERS,
         ("telemetry", "telemetry"),

@@ -50,12 +50,14 @@ class Geometry:
     stages : steps that a warp has in flight
     registers : most that a thread may use
     shared_bytes : least that a block takes, to keep others off the multiprocessor
+    ahead : stages of gate/up that are begun before the row's activations are staged
     """
 
     warps: int
     stages: int
     registers: int
     shared_bytes: int = 0
+    ahead: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +303,7 @@ def _registers(stream: Stream, kernel: Literal["gate_up", "down"]) -> int:
     matrix = stream.matrix
     small = matrix.block_size == 16
     if matrix.bits not in (4, 8):
-        return 128 if kernel == "down" or small or matrix.bits == 1 else 96
+        return 96 if kernel == "gate_up" and matrix.bits == 3 and not small else 128
     if kernel == "down":
         return 96
     if matrix.bits == 4 and matrix.zero_points:

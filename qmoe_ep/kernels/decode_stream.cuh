@@ -549,7 +549,6 @@ struct WarpStream {
         unit_left = end_of(unit) - begin_of(unit);
     }
 
-    // Fill the ring.
     __device__ __forceinline__ void begin() {
         left = (last - first) * repeats;
         repeat = 0;
@@ -557,8 +556,12 @@ struct WarpStream {
         if (left > 0) {
             open();
         }
+    }
+
+    // Begin the copies of stages `from` to `to` - 1 of the ring, all of which in turn are to be begun before run.
+    __device__ __forceinline__ void fill(int from, int to) {
 #pragma unroll 1
-        for (int i = 0; i < Stages; ++i) {
+        for (int i = from; i < to; ++i) {
             copy_next(ring + i * F::kStageBytes);
         }
     }
