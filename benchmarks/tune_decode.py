@@ -129,8 +129,8 @@ def tune(layer: Layer, limit: ReadLimit, modules: ModuleCache, others: bool) -> 
         whole = calls.microseconds(launches)
         parts = [calls.microseconds([[prepared[i]] for prepared in launches]) for i in range(2)]
         print(
-            f"  {gate.warps:2}x{gate.stages}/{gate.ahead} {down.warps:2}x{down.stages} {whole:7.2f} us {whole / bound:5.2f} "
-            f"gate/up {parts[0]:6.2f} down {parts[1]:6.2f} difference {difference:.1e}",
+            f"  {gate.warps:2}x{gate.stages}/{gate.ahead} {down.warps:2}x{down.stages} {whole:7.2f} us "
+            f"{whole / bound:5.2f} gate/up {parts[0]:6.2f} down {parts[1]:6.2f} difference {difference:.1e}",
             flush=True,
         )
 

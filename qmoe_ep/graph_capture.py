@@ -361,9 +361,10 @@ class CapturedGraph:
                 and not runtime.closed
             ):
                 result = self._launch(handle, self._stream)
+                if not result[0]:
+                    return
                 if int(result[0]) not in _OTHER_CONTEXT:
                     check(result, "cuGraphLaunch", "replay a graph")
-                    return
             with runtime.current():
                 if handle is None:
                     raise CaptureError("the graph is closed: capture again")

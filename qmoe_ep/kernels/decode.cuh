@@ -251,7 +251,6 @@ __device__ __forceinline__ void gate_up(const GateUpArguments& a) {
     using F = typename L::Format;
     using Input = typename L::Input;
     using Logit = typename L::Routing::Logit;
-    constexpr int kBatch = 2;
     constexpr int kEights = F::kRowSteps * (F::kStepCodes / 8);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     char* shared = shared_memory();
@@ -276,17 +275,19 @@ __device__ __forceinline__ void gate_up(const GateUpArguments& a) {
         return;
     }
     const auto* input = static_cast<const Input*>(a.input);
-    Eights<kBatch> row;
-    row.template load<L::kInputBytes, F::kInFeatures>(input, threadIdx.x, blockDim.x, kEights);
+    float values[8];
+    load_eight<L::kInputBytes, F::kInFeatures>(input, threadIdx.x, values);
     select_by_warp<L::Routing::kKeys>(static_cast<const Logit*>(a.router_probs), a.experts, a.top_k, lane, selected);
     __syncwarp();
     // Copies fill the pipe that stores to shared memory go through: a few are to be under way meanwhile, no more.
     stream.begin();
     stream.fill(0, L::kAhead);
-    bool wild = row.template store<F, L::kSplit>(pieces, factors, threadIdx.x, blockDim.x, kEights);
-    for (int index = threadIdx.x + kBatch * blockDim.x; index - lane < kEights; index += kBatch * blockDim.x) {
-        row.template load<L::kInputBytes, F::kInFeatures>(input, index, blockDim.x, kEights);
-        wild |= row.template store<F, L::kSplit>(pieces, factors, index, blockDim.x, kEights);
+    bool wild = false;
+    for (int index = threadIdx.x; index - lane < kEights; index += blockDim.x) {
+        if (index >= static_cast<int>(blockDim.x)) {
+            load_eight<L::kInputBytes, F::kInFeatures>(input, index, values);
+        }
+        wild |= store_eight<F, L::kSplit>(values, pieces, factors, index, index < kEights);
     }
     wild = __syncthreads_or(wild);
     stream.fill(L::kAhead, L::kStages);

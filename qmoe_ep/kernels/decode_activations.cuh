@@ -137,40 +137,16 @@ __device__ __forceinline__ bool store_eight(const float (&values)[8], unsigned c
     }
 }
 
-// Eights of a row of Size values, `stride` apart, of which a thread has Batch at a time.
-template <int Batch>
-struct Eights {
-    float values[Batch][8];
-
-    // Load those from `first` on; zeros from eight `count` and from value Size on. All lanes of a warp take part.
-    template <int LoadBytes, int Size, class T>
-    __device__ __forceinline__ void load(const T* row, int first, int stride, int count) {
-#pragma unroll
-        for (int i = 0; i < Batch; ++i) {
-            const int index = first + i * stride, left = index < count ? Size - 8 * index : 0;
-            if (left >= 8) {
-                load_values<8, LoadBytes>(row + 8 * index, values[i]);
-            } else {
-                load_values_guarded<8>(row + 8 * index, Size % 8 ? left : 0, values[i]);
-            }
-        }
+// Load eight `index` of a row of Size values: zeros from value Size on.
+template <int LoadBytes, int Size, class T>
+__device__ __forceinline__ void load_eight(const T* row, int index, float (&values)[8]) {
+    const int left = Size - 8 * index;
+    if (left >= 8) {
+        load_values<8, LoadBytes>(row + 8 * index, values);
+    } else {
+        load_values_guarded<8>(row + 8 * index, Size % 8 ? left : 0, values);
     }
-
-    // Store them as pieces; returns whether a value that shares a fold with one of them is not finite.
-    template <class F, bool Split>
-    __device__ __forceinline__ bool store(unsigned char* pieces, unsigned char* factors, int first, int stride, int count) const {
-        bool wild = false;
-        const int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int i = 0; i < Batch; ++i) {
-            const int index = first + i * stride;
-            if (index - lane < count) {
-                wild |= store_eight<F, Split>(values[i], pieces, factors, index, index < count);
-            }
-        }
-        return wild;
-    }
-};
+}
 
 // Stage eights `from` to `from` + `count` - 1, by one warp, of floats that the kernel before wrote. `pieces` and `factors` are those of eight 0. Returns whether a value that this lane saw is not finite.
 template <class F>

@@ -345,9 +345,9 @@ def _side_by_side(
     """Geometry with which a multiprocessor holds a block of either kernel, if there is one."""
     first, second = _registers(gate_up.stream, "gate_up"), _registers(down.stream, "down")
     warps = 12 if first <= 80 else 10
-    gate = Geometry(warps, 1, first, half)
-    while gate.stages < _MOST_STAGES and gate_up.layout(replace(gate, shared_bytes=0))[1] < half:
-        gate = replace(gate, stages=gate.stages + 1)
+    gate = Geometry(warps, 2, first, half)
+    # Copies of a warp beyond half of what it has to do, or beyond four stages, only hold the first ones up.
+    gate = replace(gate, stages=min(max(-(-gate_up.steps // (2 * warps)), 2), 4))
     left = capabilities.shared_bytes_per_multiprocessor - 2 * _RESERVED_SHARED - gate_up.layout(gate)[1]
     beside = Geometry(min(12, (REGISTERS // 32 - warps * first) // second), 2, second)
     if gate_up.layout(gate)[1] > capabilities.shared_bytes_per_block_optin or down.layout(beside)[1] > left:
