@@ -41,6 +41,11 @@ class Placement:
         """Load of the busiest GPU by the mean load; 1 is even, also where nothing was recorded."""
         return _balance(self.loads)
 
+    def balance_for(self, counts: NDArray[Any]) -> float:
+        """The balance if other routes come than those that it was made for: integers [E]."""
+        per_copy = np.asarray(counts, np.float64) / self.replicas
+        return _balance(np.array([per_copy[list(held)].sum() for held in self.gpus]))
+
 
 # --- over GPUs ----------------------------------------------------------------------------------------
 

@@ -398,31 +398,33 @@ def _sampling_noise(before: NDArray[np.uint64], after: NDArray[np.uint64]) -> fl
 def load_over_time(
     histories: Sequence[LayerHistory], most: int = 48
 ) -> tuple[NDArray[np.float64], list[NDArray[np.float64]]]:
-    """Sum what was recorded into windows of equal length, the same for every layer.
+    """Sum what was recorded into stretches of time, the same for every layer.
+
+    A stretch is an interval of the layer that has the most of them, or a few of those; layers whose records were
+    written together count together.
 
     Parameters
     ----------
-    most : windows at most; no more than a layer has snapshots
+    most : stretches at most
 
     Returns
     -------
-    edges : unix times of the windows' ends, [W + 1]; W is 0 where nothing was counted
+    ends : unix times of the stretches' ends, ascending [W]
     counts : for each layer float64 [W, E]; [W, 0] without counts or with a number of experts that changes
     """
     parts = [intervals(history) for history in histories]
-    times = [time for layer in parts for time, _ in layer]
-    windows = min(most, max((len(layer) for layer in parts), default=0))
-    if not times:
-        return np.zeros(1), [np.zeros((0, 0)) for _ in histories]
-    edges = np.linspace(min(times), max(times), windows + 1)
+    times = np.sort([time for time, _ in max(parts, key=len, default=[])])
+    stretches = min(most, times.size)
+    last = np.arange(1, stretches + 1) * times.size // max(1, stretches) - 1
+    borders = (times[last[:-1]] + times[last[:-1] + 1]) / 2
     sums = []
     for layer in parts:
         sizes = {counts.size for _, counts in layer}
-        total = np.zeros((windows, sizes.pop() if len(sizes) == 1 else 0))
+        total = np.zeros((stretches, sizes.pop() if len(sizes) == 1 else 0))
         for time, counts in layer if total.size else ():
-            total[np.clip(np.searchsorted(edges, time) - 1, 0, windows - 1)] += counts
+            total[np.searchsorted(borders, time)] += counts
         sums.append(total)
-    return edges, sums
+    return times[last], sums
 
 
 def hot_set_drift(counts: NDArray[np.float64]) -> HotSetDrift:

@@ -125,23 +125,23 @@ def _draw_curve(axes: Axes, loads: Sequence[LayerLoad]) -> None:
 def _draw_drift(axes: Axes, histories: Sequence[LayerHistory]) -> None:
     """What hot sets of now, of the window before and of the first one take of each window's routes."""
     axes.set_title("Drift of the hot set (most used eighth of the experts)", fontsize=11)
-    edges, counts = load_over_time(histories)
+    ends, counts = load_over_time(histories)
     drifts = [hot_set_drift(layer) for layer in counts if layer.size]
-    if len(edges) < 3 or not drifts:
+    if len(ends) < 2 or not drifts:
         axes.set_axis_off()
         axes.text(0.5, 0.5, "needs at least two records of a layer", ha="center", va="center", transform=axes.transAxes)
         return
-    times = edges[1:] - edges[0]
     lines = (("own", "its own hot set", "#35b779"), ("previous", "that of the window before", "#33638d"))
     for name, label, colour in (*lines, ("first", "that of the first window", "#c2410c")):
         layers = np.ma.masked_invalid([getattr(drift, name) for drift in drifts])
-        axes.plot(times, layers.mean(axis=0), color=colour, linewidth=2, marker=".", label=label)
+        axes.plot(ends - ends[0], layers.mean(axis=0), color=colour, linewidth=2, marker=".", label=label)
     even = float(np.mean([max(1, layer.shape[1] // 8) / layer.shape[1] for layer in counts if layer.size]))
     axes.axhline(even, color="black", linewidth=0.8, linestyle="--", label="even load")
     _percent(axes.yaxis)
-    axes.margins(y=0.15)
     axes.set(xlabel="seconds since the first record", ylabel="share of the window's routes", ylim=(0, None))
-    axes.legend(loc="best", fontsize=8, title="taken by (mean of layers)", title_fontsize=8)
+    # Below the axes, where it hides no line.
+    title = "taken by (mean of layers)"
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=4, fontsize=8, title=title, title_fontsize=8)
     axes.grid(alpha=0.3)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from qmoe_ep.memory import Allocation
     from qmoe_ep.telemetry_memory import RecordMemory
 
-__all__ = ["RouteTelemetry", "TelemetrySnapshot"]
+__all__ = ["RouteTelemetry", "TelemetrySnapshot", "take_snapshots"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +62,7 @@ class TelemetrySnapshot:
     @property
     def experts(self) -> tuple[int, ...]:
         """The experts that were selected, ascending."""
-        return tuple(int(expert) for expert in np.flatnonzero(self.bitmap))
+        return tuple(np.flatnonzero(self.bitmap).tolist())
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers and lists, for JSON; the bitmap is given as the list of ``experts``."""
@@ -245,7 +245,7 @@ class RouteTelemetry:
             if fenced:
                 armed.record.release()
             else:
-                memory.drain_and_release(armed.record, f"remove route telemetry of node {self.node}")
+                memory.drain_and_release([armed.record], f"remove route telemetry of node {self.node}")
 
     def abandon(self) -> None:
         """Disarm and only queue the drain and the release; never fails."""
@@ -342,24 +342,14 @@ class RouteTelemetry:
         ------
         CaptureError : the stream is capturing; try again after it.
         """
-        if self._state.armed is None:
-            return None
-        doing = f"read route telemetry of node {self.node}"
-        memory = self._memory
-        with memory.exclusive():
-            armed = self._state.armed
-            if armed is None:
-                return None
-            memory.refuse_while_capturing(doing)
-            record = armed.record.retain()
-        # Without the lock while it waits; the share keeps the record if it is disarmed meanwhile.
-        try:
-            data = memory.read(record, doing)
-        finally:
-            memory.drain_and_release(record, doing)
-        return self._decode(data)
+        return next((snapshot for _, snapshot in take_snapshots([self])), None)
 
-    def _decode(self, data: NDArray[np.uint8]) -> TelemetrySnapshot:
+    def _share(self) -> Allocation | None:
+        """The record as somebody who reads it may keep it; None when disarmed. Under the memory's lock."""
+        armed = self._state.armed
+        return None if armed is None else armed.record.retain()
+
+    def _decode(self, data: NDArray[np.uint8], unix_time: float) -> TelemetrySnapshot:
         view = RecordView(data)
         header, config = view.header, view.config
         return TelemetrySnapshot(
@@ -377,7 +367,7 @@ class RouteTelemetry:
             paused=not header.recording,
             executor=self.executor,
             node=self.node,
-            unix_time=time.time(),
+            unix_time=unix_time,
         )
 
     # --- on the host -------------------------------------------------------------------------------
@@ -402,6 +392,36 @@ class RouteTelemetry:
         with memory.exclusive():
             if (armed := self._state.armed) is not None:
                 record_routes(memory.array(armed.record), selected, num_experts)
+
+
+def take_snapshots(producers: Sequence[RouteTelemetry]) -> list[tuple[RouteTelemetry, TelemetrySnapshot]]:
+    """Copy the windows of producers at one point of the stream, after everything enqueued before.
+
+    Calls and replays may be enqueued while the copies are waited for.
+
+    Parameters
+    ----------
+    producers : of one provider; those that are disarmed are left out
+
+    Raises
+    ------
+    CaptureError : the stream is capturing; try again after it.
+    CudaError : the driver refuses.
+    """
+    if not any(producer.armed for producer in producers):
+        return []
+    memory = producers[0]._memory
+    doing = f"read route telemetry of node {producers[0].node}" + (" and others" if len(producers) > 1 else "")
+    with memory.exclusive():
+        memory.refuse_while_capturing(doing)
+        shares = [(producer, share) for producer in producers if (share := producer._share()) is not None]
+    # Without the lock while it waits; the shares keep records that are disarmed meanwhile.
+    try:
+        data = memory.read([share for _, share in shares], doing)
+    finally:
+        memory.drain_and_release([share for _, share in shares], doing)
+    now = time.time()
+    return [(producer, producer._decode(copy, now)) for (producer, _), copy in zip(shares, data, strict=True)]
 
 
 def _frozen(array: NDArray[Any]) -> NDArray[Any]:

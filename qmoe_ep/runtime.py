@@ -23,9 +23,10 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from qmoe_ep import user_objects
@@ -184,6 +185,30 @@ class Runtime:
                 buffer = core.staging.from_device(source, nbytes, core.stream, doing)
             # Without the lock, so that other threads go on enqueueing.
             core.staging.finish(buffer, address, nbytes, doing)
+
+    def dtoh_together(
+        self, sources: Sequence[tuple[int, int]], doing: str = "copy from the device"
+    ) -> list[npt.NDArray[np.uint8]]:
+        """Read pieces of device memory, (address, bytes) each, after all work enqueued before; waits, asleep.
+
+        Nothing comes between them on the stream. Other threads may go on enqueueing meanwhile, whatever the sizes.
+
+        Returns
+        -------
+        uint8 [bytes] of each piece, writable, aligned to 16 bytes
+
+        Raises
+        ------
+        CaptureError : the stream is capturing.
+        """
+        core = self._core
+        with self.current():
+            with self.lock:
+                self.refuse_while_capturing(doing)
+                buffer, offsets = core.staging.together(sources, core.stream, doing)
+            data = np.empty(offsets[-1] + sources[-1][1] if sources else 0, np.uint8)
+            core.staging.finish(buffer, data.ctypes.data, data.nbytes, doing)
+        return [data[offset : offset + nbytes] for offset, (_, nbytes) in zip(offsets, sources, strict=True)]
 
     def dtod(self, destination: int, source: int, nbytes: int, doing: str = "copy on the device") -> None:
         """Copy device memory in stream order. May be captured."""

@@ -7,7 +7,7 @@ A provider has a :class:`TelemetryRegistry`, a kernel a :class:`RouteTelemetry` 
 from __future__ import annotations
 
 from qmoe_ep.route_record import MAX_COUNT, RouteTelemetryConfig, TelemetryMode
-from qmoe_ep.route_telemetry import RouteTelemetry, TelemetrySnapshot
+from qmoe_ep.route_telemetry import RouteTelemetry, TelemetrySnapshot, take_snapshots
 from qmoe_ep.telemetry_memory import RecordMemory, host_memory, runtime_memory
 from qmoe_ep.telemetry_registry import TelemetryRegistry
 
@@ -21,4 +21,5 @@ __all__ = [
     "TelemetrySnapshot",
     "host_memory",
     "runtime_memory",
+    "take_snapshots",
 ]

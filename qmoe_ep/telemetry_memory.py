@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -38,14 +38,14 @@ class RecordMemory(Protocol):
     def write(self, record: Allocation, data: NDArray[np.uint8], doing: str) -> None:
         """Overwrite the first bytes, in order; ``data`` may change afterwards."""
 
-    def read(self, record: Allocation, doing: str) -> NDArray[np.uint8]:
-        """Copy the whole, in order. Not to be called under :meth:`exclusive`: it waits."""
+    def read(self, records: Sequence[Allocation], doing: str) -> list[NDArray[np.uint8]]:
+        """Copy whole records, in order and with nothing between. Not to be called under :meth:`exclusive`: it waits."""
 
     def drain(self, doing: str) -> None:
         """Wait for everything that was enqueued."""
 
-    def drain_and_release(self, record: Allocation, doing: str) -> None:
-        """Give up one share, after a drain where the memory goes; while capturing both are queued."""
+    def drain_and_release(self, records: Sequence[Allocation], doing: str) -> None:
+        """Give up one share of each, after a drain where memory goes; while capturing both are queued."""
 
     def release_later(self, record: Allocation) -> None:
         """Queue a drain and the release; for finalizers."""
@@ -76,16 +76,14 @@ class _RuntimeMemory:
     def write(self, record: Allocation, data: NDArray[np.uint8], doing: str) -> None:
         self._runtime.htod(record.pointer, data, doing)
 
-    def read(self, record: Allocation, doing: str) -> NDArray[np.uint8]:
-        data = np.empty(record.nbytes, np.uint8)
-        self._runtime.dtoh(data, record.pointer, doing)
-        return data
+    def read(self, records: Sequence[Allocation], doing: str) -> list[NDArray[np.uint8]]:
+        return self._runtime.dtoh_together([(record.pointer, record.nbytes) for record in records], doing)
 
     def drain(self, doing: str) -> None:
         self._runtime.drain_for_unmap(doing)
 
-    def drain_and_release(self, record: Allocation, doing: str) -> None:
-        self._runtime.drain_and_release([record], doing)
+    def drain_and_release(self, records: Sequence[Allocation], doing: str) -> None:
+        self._runtime.drain_and_release(records, doing)
 
     def release_later(self, record: Allocation) -> None:
         self._runtime.release_later(record)
@@ -136,15 +134,16 @@ class HostMemory:
         with self._lock:
             self.array(record)[: data.size] = data
 
-    def read(self, record: Allocation, doing: str) -> NDArray[np.uint8]:
+    def read(self, records: Sequence[Allocation], doing: str) -> list[NDArray[np.uint8]]:
         with self._lock:
-            return self.array(record).copy()
+            return [self.array(record).copy() for record in records]
 
     def drain(self, doing: str) -> None:
         """Nothing is ever pending."""
 
-    def drain_and_release(self, record: Allocation, doing: str) -> None:
-        record.release()
+    def drain_and_release(self, records: Sequence[Allocation], doing: str) -> None:
+        for record in records:
+            record.release()
 
     def release_later(self, record: Allocation) -> None:
         """The memory goes with the last reference to the record."""

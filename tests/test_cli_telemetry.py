@@ -146,7 +146,7 @@ def test_plan(shell: Shell, two_layers: Path) -> None:
     assert (first["balance"], first["in_order"], first["bound"]) == (1, 1, 1)
     assert sorted(map(sorted, first["gpus"])) in ([[0, 1], [2, 3]], [[0, 3], [1, 2]])
     assert (first["loads"], first["replicas"], second["loads"]) == ([4, 4], [1, 1, 1, 1], [10, 10])
-    assert planned["total"] == {"balance": 1, "in_order": 1}
+    assert planned["total"] == {"balance": 1, "in_order": 1, "bound": 1}
 
 
 def test_plan_with_copies(shell: Shell, tmp_path: Path) -> None:
@@ -154,6 +154,19 @@ def test_plan_with_copies(shell: Shell, tmp_path: Path) -> None:
     table = shell("telemetry", "plan", path, "--gpus", 4, "--redundant", 4).succeeded().out
     assert "0 ×4, 1 ×2" in table
     assert "3.000 times with experts in order" in table
+
+
+def test_plan_judged_by_another_recording(shell: Shell, tmp_path: Path) -> None:
+    made_for = write_records(tmp_path / "a.jsonl", snapshot([3, 3, 1, 1]))
+    later = write_records(tmp_path / "b.jsonl", snapshot([1, 1, 3, 3]), snapshot([1, 1], node=8))
+    options = ("--gpus", 2, "--judged-by")
+    (layer,) = shell.json("telemetry", "plan", made_for, *options, later)["layers"]
+    assert (layer["balance"], layer["judged"]) == (1, 1)
+    shifted = write_records(tmp_path / "c.jsonl", snapshot([8, 0, 0, 0]))
+    (layer,) = shell.json("telemetry", "plan", made_for, *options, shifted)["layers"]
+    assert (layer["balance"], layer["judged"]) == (1, 2)
+    assert "(2.000 times as judged)" in shell("telemetry", "plan", made_for, *options, shifted).succeeded().out
+    shell("telemetry", "plan", later, *options, made_for).failed("a.jsonl", "no layer node 8 of 2 experts")
 
 
 def test_cache(shell: Shell, two_layers: Path) -> None:

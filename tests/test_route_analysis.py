@@ -109,8 +109,9 @@ def test_intervals_add_up_to_the_window(steps: list[list[int]]) -> None:
     sums = np.cumsum(steps, axis=0)
     layer = history(*(snapshot(total, unix_time=float(i)) for i, total in enumerate(sums)))
     assert sum(counts for _, counts in intervals(layer)).tolist() == sums[-1].tolist()  # type: ignore[union-attr]
-    edges, (over_time,) = load_over_time([layer])
-    assert len(edges) == len(steps) + 1 == over_time.shape[0] + 1
+    ends, (over_time,) = load_over_time([layer])
+    assert ends.tolist() == list(range(len(steps)))
+    assert over_time.tolist() == steps
     assert over_time.sum(axis=0).tolist() == sums[-1].tolist()
 
 
@@ -231,7 +232,15 @@ def test_no_hot_set_takes_more_than_the_own(counts: list[list[int]]) -> None:
 def test_windows_over_time_are_common() -> None:
     one = history(*(snapshot([t + 1, 0], unix_time=float(t)) for t in range(100)))
     changing = history(snapshot([1, 0], unix_time=5.0), snapshot([1, 0, 0], epoch=1, unix_time=6.0))
-    edges, (mine, other) = load_over_time([one, changing], most=10)
-    assert (edges[0], edges[-1], mine.shape, other.size) == (0.0, 99.0, (10, 2), 0)
-    assert mine.sum() == 100
-    assert load_over_time([history(snapshot([1], mode="bitmap"))])[1][0].size == 0
+    ends, (mine, other) = load_over_time([one, changing], most=10)
+    assert ends.tolist() == list(range(9, 100, 10))
+    assert (mine[:, 0].tolist(), other.size) == ([10] * 10, 0)
+    ends, (nothing,) = load_over_time([history(snapshot([1], mode="bitmap"))])
+    assert (ends.size, nothing.size) == (0, 0)
+
+
+def test_records_of_one_round_count_together() -> None:
+    layers = [history(*(snapshot([t], node=n, unix_time=t + n / 100) for t in range(1, 5))) for n in range(20)]
+    _, counts = load_over_time([*layers, history(snapshot([5], node=30, unix_time=2.4))])
+    assert all(layer[:, 0].tolist() == [1, 1, 1, 1] for layer in counts[:-1])
+    assert counts[-1][:, 0].tolist() == [0, 5, 0, 0]

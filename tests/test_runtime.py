@@ -275,6 +275,23 @@ class TestStaging:
             runtime.dtoh(np.zeros(10, np.float32), table.pointer)
             thread.join()
 
+    def test_pieces_read_together_share_a_buffer(self, simulated: Simulation) -> None:
+        with Runtime() as runtime:
+            sizes = (5, 70_000, 1, 64)
+            tables = [runtime.allocate(nbytes, "table") for nbytes in sizes]
+            for number, table in enumerate(tables, 1):
+                runtime.memset(table.pointer, number, table.nbytes)
+            sources = [(table.pointer, table.nbytes) for table in tables]
+            for wanted in (sources, sources[::-1], sources[:1]):
+                for piece, source in zip(runtime.dtoh_together(wanted), wanted, strict=True):
+                    number = sources.index(source) + 1
+                    assert (piece.size, set(piece.tolist())) == (source[1], {number})
+                    assert piece.ctypes.data % 8 == 0
+            assert runtime.dtoh_together([]) == []
+            assert simulated.counts()["cuMemHostAlloc"] == 1
+            runtime.dtoh_together([*sources, *sources])
+            assert simulated.counts()["cuMemHostAlloc"] == 2
+
     def test_a_failed_wait_leaves_the_callers_array_alone(self, simulated: Simulation) -> None:
         with Runtime() as runtime:
             table = runtime.allocate(40, "table")

@@ -21,7 +21,7 @@ from problems import Problem, Recipe, build
 from simulated import kernels_portable
 from simulated.plugin import Simulation
 
-from qmoe_ep import CpuExecutionProvider, CudaExecutionProvider, QMoEError, RouteTelemetryConfig
+from qmoe_ep import CpuExecutionProvider, CudaError, CudaExecutionProvider, QMoEError, RouteTelemetryConfig
 from qmoe_ep.routing import select_experts
 from qmoe_ep.telemetry import TelemetrySnapshot
 from qmoe_ep.telemetry_export import (
@@ -505,16 +505,46 @@ def test_a_failed_round_is_logged_and_tried_again(
     assert "broken callback" in caplog.text
 
 
-def test_a_driver_failure_leaves_one_layer_out(simulated: Simulation, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("call", ["cuMemcpyDtoHAsync", "cuEventRecord", "cuEventSynchronize", "cuMemHostAlloc"])
+def test_a_driver_failure_ends_one_round(simulated: Simulation, call: str) -> None:
     with CudaExecutionProvider(kernels="portable") as gpu:
         layers = [Layer(gpu, node) for node in (1, 2)]
         exporter = TelemetryExporter(gpu, callback=lambda _: None)
-        simulated.fail("cuMemcpyDtoHAsync", 1)
-        assert [named.snapshot.node for named in exporter.publish()] == [2]
+        simulated.fail(call, 2 if call == "cuMemcpyDtoHAsync" else 1)
+        with pytest.raises(CudaError, match=call):
+            exporter.publish()
         simulated.heal()
-        assert "node 1 can't be read" in caplog.text
-        assert len(exporter.publish()) == 2
+        assert [named.snapshot.node for named in exporter.publish()] == [1, 2]
         del layers
+
+
+def test_a_round_is_read_at_one_point_and_blocks_nobody(simulated: Simulation) -> None:
+    """All layers, a trace beyond 64 KiB among them: one wait, during which calls go on; none of them is torn."""
+    with CudaExecutionProvider(kernels="portable") as gpu:
+        layers = [Layer(gpu, node) for node in range(1, 5)]
+        layers[0].kernel.telemetry.arm(RouteTelemetryConfig(5, 2, mode="trace", trace_rows=20_000))
+        for layer in layers:
+            layer.run()
+        wait, waits = simulated.driver.cuEventSynchronize, []
+
+        def slow(event: object) -> object:
+            waits.append(event)
+            other = threading.Thread(target=lambda: [layer.run() for layer in layers])
+            other.start()
+            other.join(60)
+            assert not other.is_alive()
+            return wait(event)
+
+        before = simulated.counts()
+        simulated.driver.cuEventSynchronize = slow
+        seen = TelemetryExporter(gpu, callback=lambda _: None).publish()
+        simulated.driver.cuEventSynchronize = wait
+        after = simulated.counts() - before
+        assert len(waits) == 1
+        assert (after["cuStreamSynchronize"], after["cuMemcpyDtoHAsync"]) == (0, 4)
+        assert [named.snapshot.rows for named in seen] == [8] * 4
+        assert len({named.snapshot.unix_time for named in seen}) == 1
+        assert [named.snapshot.rows for named in TelemetryExporter(gpu, callback=lambda _: None).publish()] == [16] * 4
 
 
 def test_bad_arguments(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from qmoe_ep.errors import CaptureError, CudaError, QMoEError
+from qmoe_ep.errors import CaptureError, QMoEError
+from qmoe_ep.route_telemetry import take_snapshots
 from qmoe_ep.telemetry_export.prometheus import DEFAULT_EXPERT_SERIES, SnapshotCollector, serve_metrics
 from qmoe_ep.telemetry_export.records import RecordWriter
 from qmoe_ep.telemetry_export.schema import NamedSnapshot
@@ -24,9 +25,9 @@ _LOG = logging.getLogger("qmoe_ep")
 class TelemetryExporter:
     """Publishes what the layers of a provider route to while they run; a context manager that starts and stops.
 
-    Each round copies the armed records through pinned memory in the order of the provider's stream, and waits for the
-    copies without any lock, so calls and replays go on. A layer whose stream is being captured is left out of the
-    round. What goes wrong in a round is logged, and the next one tries again.
+    Each round copies the armed records through pinned memory at one point of the provider's stream, and waits for the
+    copies asleep and without any lock, so calls and replays go on. While the stream is being captured rounds are left
+    out. What goes wrong in a round is logged, and the next one tries again.
 
     Parameters
     ----------
@@ -154,20 +155,15 @@ class TelemetryExporter:
             return snapshots
 
     def take(self) -> list[NamedSnapshot]:
-        """Snapshots of the armed producers, by executor and node; those that can't be read now are left out."""
-        snapshots = []
-        for producer in self._provider.telemetry.producers():
-            footprint = producer.footprint_bytes
-            try:
-                snapshot = producer.snapshot()
-            except CaptureError:
-                continue
-            except CudaError as error:
-                _LOG.warning("route telemetry of node %s can't be read: %s", producer.node, error)
-                continue
-            if snapshot is not None:
-                snapshots.append(NamedSnapshot(snapshot, self._name(producer.executor, producer.node), footprint))
-        return snapshots
+        """Snapshots of the armed producers at one point of the stream, by executor and node; none during a capture."""
+        try:
+            taken = take_snapshots(self._provider.telemetry.producers())
+        except CaptureError:
+            return []
+        return [
+            NamedSnapshot(snapshot, self._name(producer.executor, producer.node), producer.footprint_bytes)
+            for producer, snapshot in taken
+        ]
 
     def _name(self, executor: int | None, node: int) -> str:
         if self._names is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,14 +79,14 @@ class _CurrentStreamMemory:
         self._memory.write(record, data, doing)
         self._runtime.order_stream_after(self._current())
 
-    def read(self, record: Allocation, doing: str) -> NDArray[np.uint8]:
+    def read(self, records: Sequence[Allocation], doing: str) -> list[NDArray[np.uint8]]:
         self._after_current()
-        return self._memory.read(record, doing)
+        return self._memory.read(records, doing)
 
     def drain(self, doing: str) -> None:
         self._after_current()
         self._memory.drain(doing)
 
-    def drain_and_release(self, record: Allocation, doing: str) -> None:
+    def drain_and_release(self, records: Sequence[Allocation], doing: str) -> None:
         self._after_current()
-        self._memory.drain_and_release(record, doing)
+        self._memory.drain_and_release(records, doing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -84,16 +84,16 @@ def command(
     best      of as many experts of this layer chosen in hindsight; for the total, a bound for any choice
     """
     from qmoe_ep.cli.output import bytes_text, percent_text, print_json, print_table
-    from qmoe_ep.cli.telemetry.source import read_loads
+    from qmoe_ep.cli.telemetry.source import counts_of, matching_counts, read_loads
     from qmoe_ep.placement import choose_resident, hit_rates
     from qmoe_ep.route_analysis import layer_labels
 
     loads = read_loads(file, Selection(executor, node, window, merge))
     sizes = _expert_sizes(loads, expert_bytes, model)
-    counts = [_counts(load, file) for load in loads]
+    counts = [counts_of(load, file) for load in loads]
     basis = counts
     if chosen_from is not None:
-        basis = _matching(loads, read_loads(chosen_from, Selection(executor, node, merge=merge)), chosen_from)
+        basis = matching_counts(loads, read_loads(chosen_from, Selection(executor, node, merge=merge)), chosen_from)
     resident = choose_resident(basis, sizes, budget, even=even)
     rates = hit_rates(counts, resident, sizes, budget)
     if as_json:
@@ -128,24 +128,6 @@ def command(
     totals = map(percent_text, (rates.hit_rate, rates.uniform, rates.best))
     rows.append(("all", f"{number}/{of}", bytes_text(rates.nbytes), *totals))
     print_table(("layer", "resident", "bytes", "hit rate", "uniform", "best"), rows, right=range(1, 6))
-
-
-def _counts(load: LayerLoad, path: str) -> Any:
-    if load.counts is None:
-        raise click.UsageError(f"{path}: layer {load.label} has no counts; record in mode counts or trace.")
-    return load.counts
-
-
-def _matching(loads: Sequence[LayerLoad], others: Sequence[LayerLoad], path: str) -> list[Any]:
-    """Counts of the same layers of another recording."""
-    found = {(load.executor, load.node, load.num_experts): load for load in others}
-    counts = []
-    for load in loads:
-        other = found.get((load.executor, load.node, load.num_experts))
-        if other is None:
-            raise click.UsageError(f"{path}: no layer {load.label} of {load.num_experts} experts.")
-        counts.append(_counts(other, path))
-    return counts
 
 
 def _expert_sizes(loads: Sequence[LayerLoad], expert_bytes: int | None, model: str | None) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import click
 
@@ -14,12 +14,19 @@ from qmoe_ep.route_analysis import LayerHistory, LayerLoad, continues, merge_exe
 from qmoe_ep.route_telemetry import TelemetrySnapshot
 from qmoe_ep.telemetry_export.records import read_records
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 __all__ = [
     "Selection",
     "Window",
+    "counts_of",
     "file_argument",
     "layer_options",
+    "matching_counts",
     "parse_window",
+    "printable",
     "read_histories",
     "read_loads",
     "select_loads",
@@ -142,3 +149,32 @@ def select_loads(path: str, histories: Sequence[LayerHistory], selection: Select
 def printable(name: str) -> str:
     """A name that a terminal can be given: without control characters."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
+
+
+def counts_of(load: LayerLoad, path: str) -> NDArray[np.uint64]:
+    """The counts of a load, [E].
+
+    Raises
+    ------
+    QMoEError : only the experts seen were recorded.
+    """
+    if load.counts is None:
+        raise QMoEError(f"{path}: layer {load.label} has no counts; record in mode counts or trace")
+    return load.counts
+
+
+def matching_counts(loads: Sequence[LayerLoad], others: Sequence[LayerLoad], path: str) -> list[NDArray[np.uint64]]:
+    """Counts of the same layers of another recording, at ``path``.
+
+    Raises
+    ------
+    QMoEError : it lacks one of the layers.
+    """
+    found = {(load.executor, load.node, load.num_experts): load for load in others}
+    counts = []
+    for load in loads:
+        other = found.get((load.executor, load.node, load.num_experts))
+        if other is None:
+            raise QMoEError(f"{path}: no layer {load.label} of {load.num_experts} experts")
+        counts.append(counts_of(other, path))
+    return counts
