@@ -308,7 +308,8 @@ def _registers(stream: Stream, kernel: Literal["gate_up", "down"]) -> int:
         return 96
     if matrix.bits == 4 and matrix.zero_points:
         return 96
-    return 72 if matrix.bits == 4 and not small else 80
+    whole_steps = matrix.in_features % stream.step_codes == 0
+    return 72 if matrix.bits == 4 and whole_steps and not small else 80
 
 
 def choose_geometry(
@@ -344,7 +345,7 @@ def _side_by_side(
 ) -> tuple[Geometry, Geometry] | None:
     """Geometry with which a multiprocessor holds a block of either kernel, if there is one."""
     first, second = _registers(gate_up.stream, "gate_up"), _registers(down.stream, "down")
-    warps = 12 if first <= 80 else 10
+    warps = {72: 12, 80: 11}.get(first, 10)
     gate = Geometry(warps, 2, first, half)
     # Copies of a warp beyond half of what it has to do, or beyond four stages, only hold the first ones up.
     gate = replace(gate, stages=min(max(-(-gate_up.steps // (2 * warps)), 2), 4))
