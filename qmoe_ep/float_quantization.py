@@ -118,7 +118,7 @@ def _nearest_e2m1(values: NDArray[np.float32]) -> NDArray[np.uint8]:
     magnitudes = np.abs(values)
     below, above = np.searchsorted(middles, magnitudes, "left"), np.searchsorted(middles, magnitudes, "right")
     codes = np.where(below % 2 == 0, below, above).astype(np.uint8)
-    return codes | np.signbit(values).astype(np.uint8) << 3
+    return codes | (np.signbit(values).astype(np.uint8) << np.uint8(3))
 
 
 def _eight_bits(
@@ -140,6 +140,8 @@ def _eight_bits(
     if not np.isfinite(steps).all():
         raise QMoEError(f"weights: a scale overflows {scale_dtype}; use a wider one or smaller weights")
     # A scale that was rounded down would let the largest weight overflow, which has no code.
-    quotients = np.divide(tiles, steps[:, :, None, :, None], out=np.zeros_like(tiles), where=steps[:, :, None, :, None] > 0)
+    quotients = np.divide(
+        tiles, steps[:, :, None, :, None], out=np.zeros_like(tiles), where=steps[:, :, None, :, None] > 0
+    )
     codes = np.clip(quotients, -_LARGEST["e4m3"], _LARGEST["e4m3"]).reshape(padded.shape)[:, :out, :inner].astype(E4M3)
     return FloatQuantizedExperts(codes, scales, None, form.name, size)
