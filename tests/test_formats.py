@@ -13,7 +13,7 @@ from emulated import machine
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import Array, Problem
-from simulated import kernels_decode, kernels_grouped, kernels_portable
+from simulated import kernels_decode, kernels_grouped, kernels_portable, kernels_prefill
 from special_problems import FORMS, FUNCTIONS, naive, special
 from test_cuda_provider import run as run_on_gpu
 from test_kernels_portable import _emulate
@@ -26,6 +26,7 @@ from qmoe_ep.quantization import columns_to_raw, raw_to_columns
 # Importing them is what registers the simulated kernels.
 assert kernels_decode
 assert kernels_grouped
+assert kernels_prefill
 assert kernels_portable
 
 MIXED = [(form, name) for n, form in enumerate(FORMS) for m, name in enumerate(FUNCTIONS) if (n + m) % 3 == 0]
