@@ -173,10 +173,11 @@ def operand_types(node: QMoENode, operands: Mapping[int, Operand]) -> dict[int, 
     return types
 
 
-def _sizes(node: QMoENode, types: Mapping[int, OperandType], hidden: list[int], experts: list[int]) -> tuple[int, ...]:
+def _sizes(
+    node: QMoENode, types: Mapping[int, OperandType], hidden: list[int], experts: list[int], columns: bool
+) -> tuple[int, ...]:
     """E, H and I by the majority of the operands that imply them."""
     fused = 2 if node.swiglu_fusion else 1
-    columns = resolve_layout(node) == "columns"
     inter: list[int] = []
     # Scales and biases first: older dimensions of packed weights must not win a tie. Those of square blocks don't tell.
     telling = [3, 4, 9, 10, 2, 8], [6, 7, 5]
@@ -247,12 +248,12 @@ def describe_experts(
     types = operand_types(node, {i: t for i, t in operands.items() if i >= 2 and i != ROUTER_WEIGHTS})
     votes_h = [] if hidden_size is None else [hidden_size]
     votes_e = [] if num_experts is None else [num_experts]
-    experts, hidden, inter = _sizes(node, types, votes_h, votes_e)
+    layout = resolve_layout(node, weights_layout)
+    experts, hidden, inter = _sizes(node, types, votes_h, votes_e, layout == "columns")
     _check_sizes(node, experts, hidden, inter)
     fusions: tuple[Gating, ...] = ("none", "interleaved", "halves")
     gating = "fc3" if 8 in types else fusions[node.swiglu_fusion]
     n1 = 2 * inter if node.swiglu_fusion else inter
-    layout = resolve_layout(node, weights_layout)
     _check_global_scales(types, experts)
 
     def matrix(name: str, out: int, inner: int) -> ExpertMatrix:
