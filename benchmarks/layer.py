@@ -9,10 +9,13 @@ are random; the output is poisoned before the error against the float64 referenc
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import platform
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +29,8 @@ from benchmarks.timing import ReadLimit, median_microseconds
 from qmoe_ep import reference
 from qmoe_ep.call import CallDescription, describe_call
 from qmoe_ep.cuda.tensor import DeviceTensor
+from qmoe_ep.formats import FLOAT_DTYPES, FORMATS
+from qmoe_ep.operator import GLOBAL_SCALES, MATRIX_INPUTS
 from qmoe_ep.routing import select_experts
 
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -46,6 +51,7 @@ class Result:
     shape: str
     rows: int
     dtype: str
+    format: str
     bits: int
     block_size: int
     variant: str
@@ -59,42 +65,66 @@ class Result:
 
 
 class Layer:
-    """A layer with random weights on the device: swiglu with separate gate and up, softmax over the chosen k."""
+    """A layer with random weights on the device: swiglu with separate gate and up, softmax over the chosen k.
+
+    ``bits`` are those of integers, ``block`` that of formats which have none of their own.
+    """
 
     def __init__(
-        self, gpu: qmoe_ep.CudaExecutionProvider, shape: str, dtype: str, bits: int, block: int, seed: int = 0
+        self,
+        gpu: qmoe_ep.CudaExecutionProvider,
+        shape: str,
+        dtype: str,
+        form: str = "int",
+        bits: int = 4,
+        block: int = 32,
+        seed: int = 0,
     ) -> None:
-        self.gpu, self.shape, self.dtype, self.bits, self.block = gpu, shape, dtype, bits, block
+        self.gpu, self.shape, self.dtype = gpu, shape, dtype
         self.hidden, self.inter, self.experts, self.k = SHAPES[shape]
         self.rng = np.random.default_rng(seed)
         self.node = qmoe_ep.QMoENode(
             k=self.k,
             activation_type="swiglu",
             normalize_routing_weights=1,
-            expert_weight_bits=bits,
-            block_size=block or None,
+            quant_type=form,
+            expert_weight_bits=bits if form == "int" else FORMATS[form].bits,
+            block_size=FORMATS[form].block_size or block or None,
+            weights_prepacked=1 if FORMATS[form].element == "e2m1" else 0,
         )
+        self.bits, self.block = self.node.bits("fc1"), self.node.blocks
         self.weights: dict[int, DeviceTensor] = {}
-        for indices, out, inner in (
-            ((2, 3), self.inter, self.hidden),
-            ((5, 6), self.hidden, self.inter),
-            ((8, 9), self.inter, self.hidden),
-        ):
-            self.weights[indices[0]] = self._fill((self.experts, out, inner * bits // 8), np.uint8)
-            self.weights[indices[1]] = self._fill(
-                (self.experts, out, inner // block) if block else (self.experts, out), DTYPES[dtype]
-            )
+        for name, (weights, scales, _, _) in MATRIX_INPUTS.items():
+            out, inner = (self.hidden, self.inter) if name == "fc2" else (self.inter, self.hidden)
+            self.weights |= self._matrix(weights, scales, GLOBAL_SCALES[name], out, inner)
         self.kernel = gpu.create_kernel(self.node, 0, self.weights)
 
-    def _fill(self, shape: tuple[int, ...], dtype: Any) -> DeviceTensor:
-        """Random codes, or scales that keep the layer's values near one; repeated from one chunk."""
-        tensor = self.gpu.empty(shape, dtype)
-        count = min(_CHUNK // tensor.dtype.itemsize, int(np.prod(shape)))
-        if tensor.dtype == np.uint8:
-            chunk = self.rng.integers(0, 256, count, np.uint8)
+    def _matrix(self, weights: int, scales: int, global_scales: int, out: int, inner: int) -> dict[int, DeviceTensor]:
+        """Random codes and scales that keep the layer's values near one, by operand index."""
+        form, spread = self.node.form, 1 / np.sqrt(self.hidden)
+        rows = -(-out // self.block) if form.square_blocks else out
+        codes = self.rng.integers(0, 256, _CHUNK, np.uint8)
+        if form.element == "e4m3":
+            codes &= 0xBF  # below 2, and no NaN
+        elif form.element == "integer":
+            spread /= 2.0 ** (self.bits - 1)
         else:
-            spread = 2.0 ** (self.bits - 1) * np.sqrt(self.hidden)
-            chunk = (self.rng.uniform(0.5, 1.5, count) / spread).astype(dtype)
+            spread /= 4
+        factors = self.rng.uniform(0.5, 1.5, _CHUNK // 4) * (1 if form.global_scale == "always" else spread)
+        dtype = DTYPES[self.dtype] if form.scale_dtypes == FLOAT_DTYPES else form.scale_dtypes[0]
+        shape = (self.experts, rows, -(-inner // self.block)) if self.block else (self.experts, rows)
+        operands = {
+            weights: self._fill((self.experts, out, inner * self.bits // 8), codes),
+            scales: self._fill(shape, factors.astype(dtype)),
+        }
+        if form.global_scale == "always":
+            operands[global_scales] = self._fill((self.experts,), np.full(self.experts, spread, np.float32))
+        return operands
+
+    def _fill(self, shape: tuple[int, ...], chunk: np.ndarray[Any, Any]) -> DeviceTensor:
+        """A tensor of as many repetitions of a chunk as it takes."""
+        tensor = self.gpu.empty(shape, chunk.dtype)
+        chunk = chunk[: min(chunk.size, math.prod(shape))]
         first = self.gpu.to_device(chunk)
         for offset in range(0, tensor.nbytes, first.nbytes):
             size = min(first.nbytes, tensor.nbytes - offset)
@@ -126,7 +156,7 @@ class Layer:
             us = median_microseconds(gpu.runtime, graph.replay) / calls
         plan = self.kernel.plan(inputs[0], [output])
         touched = np.mean([np.unique(select_experts(logits, self.k)).size for logits in hosts])
-        call = describe_call(self.node, [inputs[0][0], inputs[0][1], *(self.weights.get(i) for i in range(2, 10))])
+        call = describe_call(self.node, [inputs[0][0], inputs[0][1], *(self.weights.get(i) for i in range(2, 17))])
         nbytes = int(touched * sum(m.expert_bytes for m in call.experts.matrices))
         limit_us = limit.microseconds(nbytes)
         flops = 2 * rows * self.k * 3 * self.hidden * self.inter
@@ -134,6 +164,7 @@ class Layer:
             self.shape,
             rows,
             self.dtype,
+            self.node.quant_type,
             self.bits,
             self.block,
             plan.variant,
@@ -152,7 +183,7 @@ class Layer:
         output = self.gpu.to_device(np.full(x.shape, np.nan, x.dtype))
         self.kernel.execute([self.gpu.to_device(x), self.gpu.to_device(logits)], [output])
         chosen = np.unique(select_experts(logits, self.k))
-        operands: list[Any] = [x, logits[:, chosen], *[None] * 8]
+        operands: list[Any] = [x, logits[:, chosen], *[None] * 15]
         for index, tensor in self.weights.items():
             stride = tensor.nbytes // self.experts
             part = [
@@ -211,9 +242,17 @@ def machine(gpu: qmoe_ep.CudaExecutionProvider) -> dict[str, Any]:
 
 def _line(r: Result) -> str:
     return (
-        f"{r.shape:17} {r.rows:5} {r.dtype:8} {r.bits} {r.block_size:4} {r.us:9.2f} {r.limit_us:8.2f} {r.ratio:6.2f} "
-        f"{r.gbps:7.0f} {r.tflops:7.1f} {r.error:.1e} {r.variant}"
+        f"{r.shape:17} {r.rows:5} {r.dtype:8} {r.format:5} {r.bits} {r.block_size:4} {r.us:9.2f} {r.limit_us:8.2f} "
+        f"{r.ratio:6.2f} {r.gbps:7.0f} {r.tflops:7.1f} {r.error:.1e} {r.variant}"
     )
+
+
+def _layers(options: argparse.Namespace) -> Iterator[tuple[str, str, str, int, int]]:
+    """Every combination that differs in its layer."""
+    for shape, dtype, form in itertools.product(options.shapes, options.dtypes, options.formats):
+        for bits in options.bits if form == "int" else [FORMATS[form].bits]:
+            for block in [FORMATS[form].block_size] if FORMATS[form].block_size else options.blocks:
+                yield shape, dtype, form, bits, block
 
 
 def main() -> None:
@@ -222,6 +261,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--rows", nargs="*", type=int, default=[1, 4, 16, 64, 512, 4096])
     parser.add_argument("--dtypes", nargs="*", default=["float16"], choices=DTYPES)
+    parser.add_argument("--formats", nargs="*", default=["int"], choices=FORMATS, help="--bits is for int alone")
     parser.add_argument("--bits", nargs="*", type=int, default=[4], choices=[1, 2, 3, 4, 8])
     parser.add_argument("--blocks", nargs="*", type=int, default=[32], help="0 is row-wise")
     parser.add_argument("--kernels", choices=["auto", "portable"], default="auto")
@@ -232,22 +272,19 @@ def main() -> None:
     host: dict[str, Any] = {}
     with qmoe_ep.CudaExecutionProvider(kernels=options.kernels) as gpu:
         limit = ReadLimit(gpu.runtime)
-        print(f"{'shape':17} {'rows':>5} dtype    b  blk {'us':>9} {'limit':>8}  ratio    GB/s TFLOP/s error")
-        for shape in options.shapes:
-            for dtype in options.dtypes:
-                for bits in options.bits:
-                    for block in options.blocks:
-                        layer = Layer(gpu, shape, dtype, bits, block)
-                        for rows in options.rows:
-                            r = layer.run(rows, limit)
-                            results.append(r)
-                            print(_line(r), flush=True)
-                        if not host:
-                            eager, replay = layer.host_microseconds()
-                            host = {"shape": shape, "eager_us": eager, "replay_us": replay}
-                            print(f"host: eager call {eager} us, replay {replay} us")
-                        layer.kernel.close()
-                        del layer
+        print(f"{'shape':17} {'rows':>5} dtype    form  b  blk {'us':>9} {'limit':>8}  ratio    GB/s TFLOP/s error")
+        for shape, dtype, form, bits, block in _layers(options):
+            layer = Layer(gpu, shape, dtype, form, bits, block)
+            for rows in options.rows:
+                r = layer.run(rows, limit)
+                results.append(r)
+                print(_line(r), flush=True)
+            if not host:
+                eager, replay = layer.host_microseconds()
+                host = {"shape": shape, "eager_us": eager, "replay_us": replay}
+                print(f"host: eager call {eager} us, replay {replay} us")
+            layer.kernel.close()
+            del layer
         record = machine(gpu) | {"host": host, "results": [asdict(r) for r in results]}
         record["peak_device_bytes"] = gpu.memory_statistics().used_peak
         if options.commit:

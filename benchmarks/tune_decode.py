@@ -150,7 +150,7 @@ def main() -> None:
             for dtype in options.dtypes:
                 for bits in options.bits:
                     for block in options.blocks:
-                        layer = Layer(gpu, shape, dtype, bits, block)
+                        layer = Layer(gpu, shape, dtype, bits=bits, block=block)
                         tune(layer, limit, modules, not options.chosen)
                         layer.kernel.close()
                         del layer

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from qmoe_ep.cpu.provider import CpuExecutionProvider
     from qmoe_ep.cuda.provider import CudaExecutionProvider
     from qmoe_ep.errors import CaptureError, CudaError, NvrtcError, QMoEError, TelemetryUnsupported
+    from qmoe_ep.float_quantization import FloatQuantizedExperts, quantize_float_experts
     from qmoe_ep.offload import OffloadStats, offload_stats, reset_offload_stats
     from qmoe_ep.operator import QMoENode, unsupported_reason
     from qmoe_ep.quantization import (
@@ -32,6 +33,7 @@ _MODULES = {
     "qmoe_ep.cpu.provider": ("CpuExecutionProvider",),
     "qmoe_ep.cuda.provider": ("CudaExecutionProvider",),
     "qmoe_ep.errors": ("CaptureError", "CudaError", "NvrtcError", "QMoEError", "TelemetryUnsupported"),
+    "qmoe_ep.float_quantization": ("FloatQuantizedExperts", "quantize_float_experts"),
     "qmoe_ep.offload": ("OffloadStats", "offload_stats", "reset_offload_stats"),
     "qmoe_ep.operator": ("QMoENode", "unsupported_reason"),
     "qmoe_ep.quantization": (
@@ -57,6 +59,7 @@ __all__ = [
     "CudaExecutionProvider",
     "ExpertMatrix",
     "Experts",
+    "FloatQuantizedExperts",
     "NvrtcError",
     "OffloadStats",
     "OperandType",
@@ -72,6 +75,7 @@ __all__ = [
     "offload_stats",
     "onnx",
     "quantize_experts",
+    "quantize_float_experts",
     "raw_to_sm80",
     "reference",
     "reset_offload_stats",

@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from qmoe_ep.call import Gating
+    from qmoe_ep.formats import Gating
     from qmoe_ep.operator import QMoENode
 
 __all__ = ["activate", "gelu", "sigmoid", "split_fused"]
@@ -43,18 +43,25 @@ def split_fused(gating: Gating, fc1: Floats) -> tuple[Floats, Floats | None]:
 def activate(node: QMoENode, fc1: Floats, up: Floats | None) -> Floats:
     """Apply the node's activation to the gate (or only) features and, where there is one, the up half.
 
-    Gated: gate' = min(gate, limit), up' = clamp(up, ±limit),
-    activated = gate'·σ(alpha·gate')·(up' + beta). A NaN stays a NaN.
+    Gated: gate' = min(gate, limit), up' = clamp(up, ±limit), activated = gate'·σ(alpha·gate')·(up' + beta); with
+    ``swiglu_limit_after_activation``, min(gate·σ(alpha·gate), limit)·(up' + beta). geglu: gelu(gate)·up, without any
+    of these scalars. A NaN stays a NaN.
     """
+    if node.activation_type == "geglu" and up is not None:
+        return gelu(fc1) * up
     if up is not None:
-        if node.swiglu_limit is not None:
-            fc1 = np.minimum(fc1, node.swiglu_limit)
-            up = np.clip(up, -node.swiglu_limit, node.swiglu_limit)
-        return fc1 * sigmoid(node.activation_alpha * fc1) * (up + node.activation_beta)
+        limit = np.inf if node.swiglu_limit is None else node.swiglu_limit
+        up = np.clip(up, -limit, limit) + node.activation_beta
+        if node.swiglu_limit_after_activation:
+            limited: Floats = np.minimum(fc1 * sigmoid(node.activation_alpha * fc1), limit) * up
+            return limited
+        fc1 = np.minimum(fc1, limit)
+        return fc1 * sigmoid(node.activation_alpha * fc1) * up
     ungated: dict[str, Callable[[Floats], Floats]] = {
         "relu": lambda x: np.maximum(x, 0),
         "gelu": gelu,
         "silu": lambda x: x * sigmoid(x),
         "identity": lambda x: x,
+        "relu2": lambda x: np.square(np.maximum(x, 0)),
     }
     return ungated[node.activation_type](fc1)

@@ -8,14 +8,16 @@ allocates memory; sizes are exact integers. Letters as in :mod:`qmoe_ep.operator
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
-from ml_dtypes import bfloat16
 
 from qmoe_ep.errors import QMoEError
+from qmoe_ep.formats import FLOAT_DTYPES, FORMATS, UINT8, ExpertMatrix, Experts, Gating, MatrixLayout, packed_bytes
 from qmoe_ep.operator import (
+    ACTIVATION_SCALES,
+    GLOBAL_SCALES,
     INPUT_NAMES,
     MATRIX_INPUTS,
     REQUIRED_INPUTS,
@@ -24,6 +26,7 @@ from qmoe_ep.operator import (
     Layout,
     QMoENode,
     check_claim,
+    is_scaled,
     operands_reason,
     resolve_layout,
     sm80_width_reason,
@@ -49,12 +52,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-FLOAT_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(bfloat16))
 MAX_BYTES = 2**63 - 1
-
-Gating: TypeAlias = Literal["none", "interleaved", "halves", "fc3"]
-"""Where the up half of a gated activation comes from: nowhere, odd rows of FC1, the second half of
-the rows of FC1, or FC3."""
 
 
 class Operand(Protocol):
@@ -75,71 +73,6 @@ class OperandType:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertMatrix:
-    """One quantized matrix per expert: value(e, n, k) = (code − zero point)·scale, in rows of ``in_features``.
-
-    ``block_size`` 0 means one scale per row. Without zero points the zero point is 2^(bits−1).
-    """
-
-    name: str
-    bits: int
-    block_size: int
-    out_features: int
-    in_features: int
-    layout: Layout
-    scale_dtype: np.dtype[Any]
-    zero_points: bool
-    bias_dtype: np.dtype[Any] | None
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one packed row."""
-        return packed_bytes(self.in_features, self.bits)
-
-    @property
-    def blocks(self) -> int:
-        """Scales per row."""
-        return self.in_features // self.block_size if self.block_size else 1
-
-    @property
-    def zero_point_shape(self) -> tuple[int, ...]:
-        """Shape of the packed zero points of one expert."""
-        if self.block_size:
-            return (self.out_features, packed_bytes(self.blocks, self.bits))
-        return (packed_bytes(self.out_features, self.bits),)
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert: packed weights, scales and zero points, as a decode step reads them."""
-        scales = self.out_features * self.blocks * self.scale_dtype.itemsize
-        zero_points = math.prod(self.zero_point_shape) if self.zero_points else 0
-        return self.out_features * self.row_bytes + scales + zero_points
-
-
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """The weights' side of a call: what is constant over a node's life."""
-
-    num_experts: int
-    hidden_size: int
-    inter_size: int
-    gating: Gating
-    fc1: ExpertMatrix
-    fc2: ExpertMatrix
-    fc3: ExpertMatrix | None
-
-    @property
-    def matrices(self) -> tuple[ExpertMatrix, ...]:
-        """FC1, FC2 and, where present, FC3."""
-        return (self.fc1, self.fc2) if self.fc3 is None else (self.fc1, self.fc2, self.fc3)
-
-    def with_raw_layout(self) -> Experts:
-        """The same experts after a conversion of their weights to the raw layout."""
-        fc3 = None if self.fc3 is None else replace(self.fc3, layout="raw")
-        return replace(self, fc1=replace(self.fc1, layout="raw"), fc2=replace(self.fc2, layout="raw"), fc3=fc3)
-
-
-@dataclass(frozen=True, slots=True)
 class CallDescription:
     """A checked call: every size and type that a provider needs, as exact integers and dtypes."""
 
@@ -156,11 +89,6 @@ class CallDescription:
     def routes(self) -> int:
         """Selected (row, expert) pairs."""
         return self.rows * self.top_k
-
-
-def packed_bytes(count: int, bits: int) -> int:
-    """Bytes that ``count`` codes of ``bits`` bits occupy, padded to a byte."""
-    return (count * bits + 7) // 8
 
 
 def _type(index: int, operand: Operand, allowed: Sequence[np.dtype[Any]]) -> OperandType:
@@ -218,38 +146,59 @@ def _majority(votes: Sequence[int], packed: Sequence[tuple[int, int]] = ()) -> i
 
 def operand_types(node: QMoENode, operands: Mapping[int, Operand]) -> dict[int, OperandType]:
     """Dtypes and ranks of the operands that hold weights."""
-    uint8 = (np.dtype(np.uint8),)
-    packed = {i for matrix in MATRIX_INPUTS.values() for i in (matrix[0], matrix[3])}
-    types: dict[int, OperandType] = {}
-    for index, operand in sorted(operands.items()):
-        types[index] = _type(index, operand, uint8 if index in packed else FLOAT_DTYPES)
-    for matrix in MATRIX_INPUTS.values():
-        for index, ranks, dims in (
-            (matrix[0], (3,), "[E, out, packed row bytes]"),
-            (matrix[1], (3,) if node.blocks else (2, 3), "[E, out, blocks]" if node.blocks else "[E, out]"),
-            (matrix[2], (2,), "[E, out]"),
-            (matrix[3], (3,) if node.blocks else (2,), "[E, out, bytes]" if node.blocks else "[E, bytes]"),
-        ):
+    float32 = (np.dtype(np.float32),)
+    allowed: dict[int, tuple[np.dtype[Any], ...]] = dict.fromkeys(operands, FLOAT_DTYPES)
+    for weights, scales, _, zero_points in MATRIX_INPUTS.values():
+        allowed |= {weights: node.form.weight_dtypes, scales: node.form.scale_dtypes}
+        allowed |= {zero_points: (UINT8, *FLOAT_DTYPES)}
+    allowed |= dict.fromkeys(GLOBAL_SCALES.values(), float32)
+    allowed |= {17: float32, 18: float32, 19: FORMATS["fp4"].scale_dtypes, 20: FORMATS["fp4"].scale_dtypes}
+    types = {index: _type(index, operand, allowed[index]) for index, operand in sorted(operands.items())}
+    for weights, scales, bias, zero_points in MATRIX_INPUTS.values():
+        ranks: list[tuple[int, tuple[int, ...], str]] = []
+        ranks += [(weights, (3,), "[E, out, packed row bytes]"), (bias, (2,), "[E, out]")]
+        if node.blocks:
+            ranks.append((scales, (3,), "[E, out, blocks]"))
+        else:
+            ranks.append((scales, (2, 3), "[E, out]"))
+        if zero_points in types and types[zero_points].dtype != UINT8:
+            ranks.append((zero_points, ranks[-1][1], ranks[-1][2]))
+        elif node.blocks:
+            ranks.append((zero_points, (3,), "[E, out, bytes]"))
+        else:
+            ranks.append((zero_points, (2,), "[E, bytes]"))
+        for index, rank, dims in ranks:
             if index in types:
-                _ranked(index, types[index], ranks, dims)
+                _ranked(index, types[index], rank, dims)
     return types
 
 
-def _sizes(node: QMoENode, types: Mapping[int, OperandType], hidden: list[int], experts: list[int]) -> tuple[int, ...]:
+def _sizes(
+    node: QMoENode, types: Mapping[int, OperandType], hidden: list[int], experts: list[int], columns: bool
+) -> tuple[int, ...]:
     """E, H and I by the majority of the operands that imply them."""
     fused = 2 if node.swiglu_fusion else 1
     inter: list[int] = []
-    # Scales and biases first: older dimensions of packed weights must not win a tie.
-    for index in (3, 4, 9, 10, 2, 8):
+    # Scales and biases first: older dimensions of packed weights must not win a tie. Those of square blocks don't tell.
+    telling = [3, 4, 9, 10, 2, 8], [6, 7, 5]
+    if node.form.square_blocks:
+        telling = [4, 10, 2, 8], [7, 5]
+    if columns:
+        telling = [3, 4, 9, 10], [6, 7]
+    for index in telling[0]:
         if index in types:
             inter.append(types[index].shape[1] // (fused if index < 8 else 1))
-    for index in (6, 7, 5):
+    for index in telling[1]:
         if index in types:
             hidden.append(types[index].shape[1])
-    if node.blocks:
+    if node.blocks and not node.form.square_blocks:
         inter.append(types[6].shape[2] * node.blocks)
         hidden.append(types[3].shape[2] * node.blocks)
     experts.extend(t.shape[0] for i, t in types.items() if 2 <= i < ROUTER_WEIGHTS)
+    if columns:
+        inter.append(types[5].shape[1])
+        hidden.append(types[2].shape[1])
+        return _majority(experts), _majority(hidden), _majority(inter)
     packed = {m: (types[i[0]].shape[2], node.bits(m)) for m, i in MATRIX_INPUTS.items() if i[0] in types}
     inter_bytes = [packed.pop("fc2")]
     return _majority(experts), _majority(hidden, list(packed.values())), _majority(inter, inter_bytes)
@@ -268,7 +217,7 @@ def _check_sizes(node: QMoENode, num_experts: int, hidden_size: int, inter_size:
     if node.k > num_experts:
         raise QMoEError(f"attribute k = {node.k} is larger than the number of experts, {num_experts}; lower k")
     for size, what in ((hidden_size, "hidden size H"), (inter_size, "intermediate size I")):
-        if node.blocks and size % node.blocks:
+        if node.blocks and size % node.blocks and not node.form.square_blocks:
             raise QMoEError(
                 f"attribute block_size = {node.blocks} doesn't divide the {what} = {size}; "
                 "use a block size that divides both H and I, or row-wise scales"
@@ -296,15 +245,16 @@ def describe_experts(
     present = [i in operands or i < 2 for i in range(len(INPUT_NAMES))]
     if (reason := operands_reason(node, present)) is not None:
         raise QMoEError(reason)
-    types = operand_types(node, {i: t for i, t in operands.items() if 2 <= i < ROUTER_WEIGHTS})
+    types = operand_types(node, {i: t for i, t in operands.items() if i >= 2 and i != ROUTER_WEIGHTS})
     votes_h = [] if hidden_size is None else [hidden_size]
     votes_e = [] if num_experts is None else [num_experts]
-    experts, hidden, inter = _sizes(node, types, votes_h, votes_e)
+    layout = resolve_layout(node, weights_layout)
+    experts, hidden, inter = _sizes(node, types, votes_h, votes_e, layout == "columns")
     _check_sizes(node, experts, hidden, inter)
     fusions: tuple[Gating, ...] = ("none", "interleaved", "halves")
     gating = "fc3" if 8 in types else fusions[node.swiglu_fusion]
     n1 = 2 * inter if node.swiglu_fusion else inter
-    layout = resolve_layout(node, weights_layout)
+    _check_global_scales(types, experts)
 
     def matrix(name: str, out: int, inner: int) -> ExpertMatrix:
         described = _describe_matrix(name, node, types, layout, out, inner)
@@ -323,7 +273,7 @@ def describe_experts(
 
 
 def _describe_matrix(
-    name: str, node: QMoENode, types: Mapping[int, OperandType], layout: Layout, out: int, inner: int
+    name: str, node: QMoENode, types: Mapping[int, OperandType], layout: MatrixLayout, out: int, inner: int
 ) -> ExpertMatrix:
     _, scales, bias, zero_points = MATRIX_INPUTS[name]
     return ExpertMatrix(
@@ -333,9 +283,11 @@ def _describe_matrix(
         out_features=out,
         in_features=inner,
         layout=layout,
-        scale_dtype=types[scales].dtype,
+        scale_dtype=types[scales].dtype if scales in types else np.dtype(np.float32),
         zero_points=zero_points in types,
         bias_dtype=types[bias].dtype if bias in types else None,
+        form=node.form,
+        zero_point_dtype=types[zero_points].dtype if zero_points in types else UINT8,
     )
 
 
@@ -343,18 +295,28 @@ def _check_matrix(node: QMoENode, m: ExpertMatrix, types: Mapping[int, OperandTy
     weights, scales, bias, zero_points = MATRIX_INPUTS[m.name]
     rows = {"fc1": "2·I" if node.swiglu_fusion else "I", "fc2": "H", "fc3": "I"}[m.name]
     inner = "I" if m.name == "fc2" else "H"
-    _shaped(weights, types[weights], [(experts, m.out_features, m.row_bytes)], f"[E, {rows}, {inner}·{m.bits}/8]")
-    if m.block_size:
-        _shaped(scales, types[scales], [(experts, m.out_features, m.blocks)], f"[E, {rows}, {inner}/{m.block_size}]")
-    else:
-        row_wise = (experts, m.out_features)
-        _shaped(scales, types[scales], [row_wise, (*row_wise, 1)], f"[E, {rows}] (row-wise)")
+    packed = f"[E, {inner}, {rows}·{m.bits}/8]" if m.layout == "columns" else f"[E, {rows}, {inner}·{m.bits}/8]"
+    _shaped(weights, types[weights], [(experts, *m.weight_shape)], packed)
+    row_wise = [(experts, m.out_features), (experts, m.out_features, 1)]
+    blocks = f"[E, {rows}, {inner}/{m.block_size}]"
+    if m.block_rows > 1:
+        blocks = f"[E, ceil({rows}/{m.block_size}), ceil({inner}/{m.block_size})]"
+    floats = ([(experts, *m.scale_shape)], blocks) if m.block_size else (row_wise, f"[E, {rows}] (row-wise)")
+    if m.scaled:
+        _shaped(scales, types[scales], *floats)
     if bias in types:
         _shaped(bias, types[bias], [(experts, m.out_features)], f"[E, {rows}]")
-    if zero_points in types:
+    if zero_points in types and m.zero_point_dtype != UINT8:
+        _shaped(zero_points, types[zero_points], *floats)
+    elif zero_points in types:
         dims = f"[E, {rows}, ceil(blocks·{m.bits}/8)]" if m.block_size else f"[E, ceil({rows}·{m.bits}/8)] (row-wise)"
         _shaped(zero_points, types[zero_points], [(experts, *m.zero_point_shape)], dims)
-    if m.layout == "raw":
+    if m.layout == "columns" and m.out_features % 2:
+        raise QMoEError(
+            f"{INPUT_NAMES[weights]}: two output features share a byte, so there must be an even number of them, got "
+            f"{m.out_features}; store rows of input features (weights_prepacked = 1)"
+        )
+    if m.layout != "sm80":
         return
     if (reason := sm80_width_reason(node, m.name)) is not None:
         raise QMoEError(reason)
@@ -364,6 +326,15 @@ def _check_matrix(node: QMoENode, m: ExpertMatrix, types: Mapping[int, OperandTy
             f"{SM80_ROW_TILE[m.bits]} and input features in multiples of 64, got {m.out_features} × {m.in_features}; "
             "store the weights raw"
         )
+
+
+def _check_global_scales(types: Mapping[int, OperandType], experts: int) -> None:
+    for index in sorted(set(GLOBAL_SCALES.values())):
+        if index in types:
+            _shaped(index, types[index], [(experts,)], "[E]")
+    for index in ACTIVATION_SCALES[:2]:
+        if index in types:
+            _shaped(index, types[index], [(experts,), (1,)], "[E] or [1]")
 
 
 def describe_call(
@@ -491,7 +462,10 @@ def check_constants(
     required = {i for i in REQUIRED_INPUTS if i >= 2}
     has_fc3 = any(i in constants for i in MATRIX_INPUTS["fc3"])
     if not node.swiglu_fusion and (node.activation_type == "swiglu" or (node.activation_type == "silu" and has_fc3)):
-        required |= {*MATRIX_INPUTS["fc3"][:2]}
+        required.add(MATRIX_INPUTS["fc3"][0])
+    for matrix in MATRIX_INPUTS.values():
+        if matrix[0] in required and is_scaled(node):
+            required.add(matrix[1])
     if not required <= constants.keys():
         operand_types(node, constants)
         return None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from qmoe_ep.errors import QMoEError
+from qmoe_ep.formats import FORMATS, MatrixLayout, WeightFormat
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,13 +51,20 @@ INPUT_NAMES = (
     "fc1_act_block_scale",
     "fc2_act_block_scale",
 )
-REQUIRED_INPUTS = (0, 1, 2, 3, 5, 6)
+REQUIRED_INPUTS = (0, 1, 2, 5)
 ROUTER_WEIGHTS = 14
+GLOBAL_SCALES = {"fc1": 15, "fc2": 16, "fc3": 15}
+"""Operand index of the scale per expert; the operator has none of FC3's own, which shares FC1's."""
+ACTIVATION_SCALES = range(17, 21)
 MATRIX_INPUTS = {"fc1": (2, 3, 4, 11), "fc2": (5, 6, 7, 12), "fc3": (8, 9, 10, 13)}
 """Operand indices of (weights, scales, bias, zero points) per matrix."""
 
-ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "identity")
+ACTIVATIONS = ("relu", "gelu", "silu", "swiglu", "identity", "geglu", "relu2")
+GATED = ("swiglu", "geglu")
+"""Activations whose FC1 may hold gate and up."""
+
 BIT_WIDTHS = (1, 2, 3, 4, 8)
+_DEFAULT_BITS = 4
 SM80_ROW_TILE = {4: 4, 2: 8}
 LARGEST_FLOAT32, SMALLEST_FLOAT32 = 2.0**128 - 2.0**104, 2.0**-149
 
@@ -81,6 +89,7 @@ class QMoENode:
     activation_alpha: float = 1.0
     activation_beta: float = 0.0
     swiglu_limit: float | None = None
+    swiglu_limit_after_activation: int = 0
     expert_weight_bits: int = 4
     fc1_expert_weight_bits: int | None = None
     fc2_expert_weight_bits: int | None = None
@@ -133,12 +142,21 @@ class QMoENode:
         )
 
     @property
+    def form(self) -> WeightFormat:
+        """The number format of the weights; of a known ``quant_type``."""
+        return FORMATS[self.quant_type]
+
+    @property
     def blocks(self) -> int:
-        """The block size, 0 for row-wise scales."""
+        """The block size, 0 for row-wise scales (8-bit floats: for one global scale per expert)."""
+        if self.quant_type in FORMATS and self.form.block_size:
+            return self.form.block_size
         return int(self.block_size) if self.block_size is not None and self.block_size > 0 else 0
 
     def bits(self, matrix: str) -> int:
         """Bits per weight of ``"fc1"``, ``"fc2"`` or ``"fc3"`` (FC3 follows FC1 unless it says otherwise)."""
+        if self.quant_type in FORMATS and self.form.bits:
+            return self.form.bits
         own: int | None = getattr(self, f"{matrix}_expert_weight_bits")
         if own is None and matrix == "fc3":
             own = self.fc1_expert_weight_bits
@@ -225,7 +243,7 @@ def _attribute_reason(node: QMoENode) -> str | None:
     for name in ("k", "weights_prepacked", "accuracy_level", "prefill_min_tokens", "swiglu_fusion"):
         if not _is_int(value := getattr(node, name)):
             return f"attribute {name} must be an integer, got {value!r}"
-    for name in ("normalize_routing_weights", "use_sparse_mixer"):
+    for name in ("normalize_routing_weights", "use_sparse_mixer", "swiglu_limit_after_activation"):
         value = getattr(node, name)
         if not isinstance(value, (numbers.Integral, np.bool_)) or value not in (0, 1):
             return f"attribute {name} must be 0 or 1, got {value!r}"
@@ -239,8 +257,13 @@ def _attribute_reason(node: QMoENode) -> str | None:
         return f"attribute k must be at least 1 (experts per row), got {node.k}"
     if node.prefill_min_tokens < 2:
         return f"attribute prefill_min_tokens must be at least 2, got {node.prefill_min_tokens}"
-    if node.use_sparse_mixer:
-        return "attribute use_sparse_mixer = 1 is not implemented; export with use_sparse_mixer = 0 if the model allows"
+    if node.use_sparse_mixer and node.k != 2:
+        return f"attribute use_sparse_mixer = 1 is defined for k = 2, got k = {node.k}; set use_sparse_mixer to 0"
+    if node.use_sparse_mixer and node.normalize_routing_weights:
+        return (
+            "attribute use_sparse_mixer = 1 gives each expert a weight of its own; set normalize_routing_weights to 0, "
+            "or use_sparse_mixer to 0"
+        )
     if node.weights_prepacked not in (-1, 0, 1):
         return f"attribute weights_prepacked must be -1, 0 (raw) or 1 (SM80 layout), got {node.weights_prepacked}"
     return None
@@ -256,28 +279,25 @@ def _is_finite(value: object) -> bool:
         return False
 
 
-_QUANT_TYPE_NEEDS = {
-    "fp4": "E2M1 codes with float8e8m0 scales per block of 32 and a global scale per expert",
-    "nvfp4": "E2M1 codes with float8e4m3fn scales per block of 16 and a global scale per expert",
-    "fp8": "float8e4m3fn weights with tile scales or a global scale per expert",
-    "wfp4afp8": "MXFP4 weights with activation scales (inputs 17 to 20)",
-}
-
-
 def _width_reason(node: QMoENode) -> str | None:
-    if node.quant_type != "int":
-        needs = _QUANT_TYPE_NEEDS.get(node.quant_type)
-        what = f"its data would need {needs}" if needs else f"known types are int, {', '.join(_QUANT_TYPE_NEEDS)}"
-        return f"attribute quant_type = {node.quant_type!r} is not implemented ({what}); requantize to quant_type 'int'"
+    if node.quant_type not in FORMATS:
+        return f"attribute quant_type must be one of {', '.join(FORMATS)}, got {node.quant_type!r}"
     for name in ("expert_weight_bits", "fc1_expert_weight_bits", "fc2_expert_weight_bits", "fc3_expert_weight_bits"):
         value = getattr(node, name)
         if value is None and name != "expert_weight_bits":
             continue
         if not _is_int(value) or value not in BIT_WIDTHS:
             return f"attribute {name} must be one of {', '.join(map(str, BIT_WIDTHS))}, got {value!r}"
-    size = node.block_size
+        if node.form.bits and value not in (node.form.bits, _DEFAULT_BITS):
+            return (
+                f"attribute {name} must be {node.form.bits} with quant_type {node.quant_type!r}, got {value}; "
+                "leave it out"
+            )
+    size, own = node.block_size, node.form.block_size
     if size is None:
         return None
+    if own and size not in (0, -1, own):
+        return f"attribute block_size must be {own} with quant_type {node.quant_type!r}, got {size!r}; leave it out"
     if not _is_int(size) or (size not in (0, -1) and not is_block_size(size)):
         return (
             "attribute block_size must be a power of two of at least 16, "
@@ -294,10 +314,15 @@ def _activation_reason(node: QMoENode) -> str | None:
             "attribute swiglu_fusion must be 0 (FC3 holds up), 1 (interleaved) or 2 (two halves), "
             f"got {node.swiglu_fusion}"
         )
-    if node.swiglu_fusion and node.activation_type != "swiglu":
+    if node.swiglu_fusion and node.activation_type not in GATED:
         return (
-            f"attribute swiglu_fusion = {node.swiglu_fusion} needs activation_type 'swiglu', "
+            f"attribute swiglu_fusion = {node.swiglu_fusion} needs activation_type 'swiglu' or 'geglu', "
             f"got {node.activation_type!r}; set swiglu_fusion to 0"
+        )
+    if node.activation_type == "geglu" and not node.swiglu_fusion:
+        return (
+            "attribute activation_type = 'geglu' needs gate and up in FC1: set swiglu_fusion to 1 (interleaved) or "
+            "2 (two halves), got 0"
         )
     limit = node.swiglu_limit
     if limit is not None and (not _is_finite(limit) or limit < SMALLEST_FLOAT32):
@@ -323,12 +348,13 @@ def operands_reason(node: QMoENode, present: Sequence[bool]) -> str | None:
     for index in REQUIRED_INPUTS:
         if not present[index]:
             return f"{INPUT_NAMES[index]} (input {index}) is required but absent"
-    for index in range(15, len(INPUT_NAMES)):
-        if present[index]:
-            return (
-                f"{INPUT_NAMES[index]} (input {index}) belongs to 4-bit and 8-bit float weights; "
-                "with quant_type 'int' leave it out"
-            )
+    if (reason := _format_operands_reason(node, present)) is not None:
+        return reason
+    if node.use_sparse_mixer and present[ROUTER_WEIGHTS]:
+        return (
+            f"{INPUT_NAMES[ROUTER_WEIGHTS]} (input {ROUTER_WEIGHTS}) is present, but use_sparse_mixer = 1 makes the "
+            "weights from the logits; leave it out, or set use_sparse_mixer to 0"
+        )
     weights, scales, bias, zero_points = MATRIX_INPUTS["fc3"]
     wanted = node.activation_type == "swiglu" and node.swiglu_fusion == 0
     if any(present[i] for i in MATRIX_INPUTS["fc3"]) and not wanted and node.activation_type != "silu":
@@ -337,7 +363,8 @@ def operands_reason(node: QMoENode, present: Sequence[bool]) -> str | None:
             f"{INPUT_NAMES[first]} (input {first}) is present, but FC3 is used only by swiglu with swiglu_fusion = 0 "
             f"and by silu (this node: {node.activation_type}, swiglu_fusion = {node.swiglu_fusion}); leave it out"
         )
-    if wanted and not (present[weights] and present[scales]):
+    scaled = is_scaled(node)
+    if wanted and not (present[weights] and (present[scales] or not scaled)):
         missing = INPUT_NAMES[scales if present[weights] else weights]
         return (
             f"{missing} is required by swiglu with swiglu_fusion = 0 but absent; "
@@ -346,8 +373,40 @@ def operands_reason(node: QMoENode, present: Sequence[bool]) -> str | None:
     for index in (scales, bias, zero_points):
         if present[index] and not present[weights]:
             return f"{INPUT_NAMES[index]} is present without fc3_experts_weights; give both or neither"
-    if present[weights] and not present[scales]:
+    if present[weights] and scaled and not present[scales]:
         return "fc3_scales is required with fc3_experts_weights but absent"
+    return None
+
+
+def is_scaled(node: QMoENode) -> bool:
+    """Whether each matrix has a tensor of scales."""
+    return not (node.form.square_blocks and not node.blocks)
+
+
+def _format_operands_reason(node: QMoENode, present: Sequence[bool]) -> str | None:
+    """Which scales and zero points the number format asks for."""
+    form, kind = node.form, f"quant_type {node.quant_type!r}"
+    for matrix in ("fc1", "fc2"):
+        index = MATRIX_INPUTS[matrix][1]
+        if is_scaled(node) and not present[index]:
+            return f"{INPUT_NAMES[index]} (input {index}) is required but absent"
+    for _, scales, _, zero_points in MATRIX_INPUTS.values():
+        if present[scales] and not is_scaled(node):
+            return (
+                f"{INPUT_NAMES[scales]} (input {scales}) is present, but {kind} without block_size has one global "
+                "scale per expert (inputs 15 and 16); leave it out, or give block_size"
+            )
+        if present[zero_points] and form.element != "integer":
+            return f"{INPUT_NAMES[zero_points]} (input {zero_points}): {kind} has no zero points; leave it out"
+    wants_global = form.global_scale == "always" or (form.global_scale == "without blocks" and not node.blocks)
+    for index in sorted(set(GLOBAL_SCALES.values())):
+        if present[index] and not wants_global:
+            return f"{INPUT_NAMES[index]} (input {index}) has no meaning with {kind} and this block_size; leave it out"
+        if wants_global and not present[index]:
+            return f"{INPUT_NAMES[index]} (input {index}) is required by {kind} but absent"
+    for index in ACTIVATION_SCALES:
+        if present[index] and node.quant_type != "wfp4afp8":
+            return f"{INPUT_NAMES[index]} (input {index}) belongs to quant_type 'wfp4afp8', got {kind}; leave it out"
     return None
 
 
@@ -356,20 +415,24 @@ def is_block_size(size: int) -> bool:
     return size >= 16 and size & (size - 1) == 0
 
 
-def resolve_layout(node: QMoENode, weights_layout: Layout | None = None) -> Layout:
-    """How the packed weights are stored: the caller's word, else 1 means SM80 and 0 or -1 raw.
+def resolve_layout(node: QMoENode, weights_layout: Layout | None = None) -> MatrixLayout:
+    """How the packed weights are stored: the caller's word, else ``weights_prepacked``.
 
-    A file that says -1 doesn't tell: one provider of ONNX Runtime reads it as raw, another as SM80.
+    Integers: 1 means SM80, 0 and -1 raw; a file that says -1 doesn't tell, one provider of ONNX Runtime reads it as
+    raw, another as SM80. 4-bit floats: 1 means raw, 0 and -1 two neighbouring output features a byte. 8-bit floats are
+    raw.
     """
     if weights_layout is not None:
         return weights_layout
-    return "sm80" if node.weights_prepacked == 1 else "raw"
+    if node.form.element == "e2m1":
+        return "raw" if node.weights_prepacked == 1 else "columns"
+    return "sm80" if node.weights_prepacked == 1 and node.form.element == "integer" else "raw"
 
 
 def _layout_reason(node: QMoENode, weights_layout: Layout | None) -> str | None:
     if weights_layout not in (None, "raw", "sm80"):
         return f"weights_layout must be 'raw', 'sm80' or None, got {weights_layout!r}"
-    if resolve_layout(node, weights_layout) == "raw":
+    if resolve_layout(node, weights_layout) != "sm80":
         return None
     for matrix in MATRIX_INPUTS:
         if matrix == "fc3" and not (node.has_input(8) or (node.activation_type == "swiglu" and not node.swiglu_fusion)):
@@ -381,6 +444,11 @@ def _layout_reason(node: QMoENode, weights_layout: Layout | None) -> str | None:
 
 def sm80_width_reason(node: QMoENode, matrix: str) -> str | None:
     """Why a matrix that is to be in the SM80 layout can't be, by its width."""
+    if node.form.element != "integer":
+        return (
+            f"the SM80 layout exists for integers, but quant_type is {node.quant_type!r}; leave weights_layout out, or "
+            "pass 'raw' if rows hold input features"
+        )
     if (bits := node.bits(matrix)) in SM80_ROW_TILE:
         return None
     return (

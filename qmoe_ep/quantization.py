@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from qmoe_ep.call import FLOAT_DTYPES, MAX_BYTES, packed_bytes
+from qmoe_ep.call import MAX_BYTES
 from qmoe_ep.errors import QMoEError
+from qmoe_ep.formats import FLOAT_DTYPES, element_values, packed_bytes, scale_values
 from qmoe_ep.operator import SM80_ROW_TILE, is_block_size
 
 if TYPE_CHECKING:
@@ -22,15 +23,21 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from qmoe_ep.formats import ExpertMatrix, MatrixLayout
+
 __all__ = [
     "INTEGER_FORMATS",
     "IntegerFormat",
     "QuantizedExperts",
+    "columns_to_raw",
     "dequantize_experts",
     "dequantize_matrix",
+    "expand_matrix",
     "pack_codes",
     "quantize_experts",
+    "raw_to_columns",
     "raw_to_sm80",
+    "raw_weights",
     "sm80_to_raw",
     "unpack_codes",
 ]
@@ -212,6 +219,33 @@ def _convert_layout(packed: Bytes, bits: int, *, to_sm80: bool) -> Bytes:
     return converted
 
 
+def raw_to_columns(packed: Bytes) -> Bytes:
+    """Rows of 4-bit codes, uint8 [..., out, K/2], to columns, uint8 [..., K, out/2], even features in low nibbles."""
+    return _transposed(packed)
+
+
+def columns_to_raw(packed: Bytes) -> Bytes:
+    """The inverse of :func:`raw_to_columns`."""
+    return _transposed(packed)
+
+
+def _transposed(packed: Bytes) -> Bytes:
+    if packed.dtype != np.uint8 or packed.ndim not in (2, 3) or packed.shape[-2] % 2:
+        raise QMoEError(
+            f"packed: expected uint8 [E, rows, bytes] with an even number of rows, got {packed.dtype} "
+            f"{list(packed.shape)}"
+        )
+    codes = unpack_codes(packed, bits=4, count=2 * packed.shape[-1])
+    return pack_codes(np.swapaxes(codes, -1, -2), bits=4)
+
+
+def raw_weights(packed: Bytes, layout: MatrixLayout, *, bits: int) -> Bytes:
+    """Packed weights of any layout in the raw one; what is raw is given back as it is."""
+    if layout == "columns":
+        return columns_to_raw(packed)
+    return sm80_to_raw(packed, bits=bits) if layout == "sm80" else packed
+
+
 # --- values ----------------------------------------------------------------------------------------
 
 
@@ -255,6 +289,56 @@ def dequantize_matrix(
         values -= unpack_codes(zero_points, bits=bits, count=out).astype(dtype)[:, None, None]
     values *= scales.astype(dtype).reshape(out, blocks, 1)
     return values.reshape(out, in_features)
+
+
+def expand_matrix(
+    matrix: ExpertMatrix,
+    packed: NDArray[Any],
+    scales: Floats | None,
+    zero_points: NDArray[Any] | None,
+    global_scale: float | None,
+    *,
+    dtype: np.dtype[Any] | type[np.floating[Any]] = np.float32,
+) -> Floats:
+    """Expand one expert's matrix of any format: ``dtype`` [out, in], element(code)·scale·global scale.
+
+    Parameters
+    ----------
+    packed, scales, zero_points : of one expert, shaped as `matrix` says; None for what it hasn't
+    global_scale : its float32 scale, or None
+    dtype : of the result, float32 (each factor and the result rounded) or float64 (exact)
+    """
+    packed = raw_weights(packed.view(np.uint8), matrix.layout, bits=matrix.bits)
+    if matrix.plain and scales is not None:
+        return dequantize_matrix(
+            packed,
+            scales,
+            zero_points,
+            bits=matrix.bits,
+            block_size=matrix.block_size,
+            in_features=matrix.in_features,
+            dtype=dtype,
+        )
+    codes = unpack_codes(packed, bits=matrix.bits, count=matrix.in_features)
+    if matrix.form.element != "integer":
+        values = element_values(codes, matrix.form.element, dtype)
+    else:
+        values = codes.astype(dtype)
+        if zero_points is not None:
+            values -= _spread(matrix, zero_points.astype(dtype))
+    factor = np.array(1 if global_scale is None else global_scale, dtype)
+    if scales is not None:
+        factor = _spread(matrix, scale_values(scales, matrix.form, dtype) * factor)
+    values *= factor
+    return values
+
+
+def _spread(matrix: ExpertMatrix, values: Floats) -> Floats:
+    """One number per block as one per weight, [out, in] or what broadcasts to it."""
+    if not matrix.block_size:
+        return values.reshape(matrix.out_features, 1)
+    spread = np.repeat(values, matrix.block_size, axis=1)[:, : matrix.in_features]
+    return np.repeat(spread, matrix.block_rows, axis=0)[: matrix.out_features]
 
 
 @dataclass(frozen=True, slots=True)

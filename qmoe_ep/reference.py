@@ -13,8 +13,8 @@ import numpy as np
 
 from qmoe_ep.activation import activate, split_fused
 from qmoe_ep.call import CallDescription, ExpertMatrix, describe_call
-from qmoe_ep.operator import INPUT_NAMES, MATRIX_INPUTS, ROUTER_WEIGHTS, Layout, QMoENode
-from qmoe_ep.quantization import dequantize_matrix
+from qmoe_ep.operator import GLOBAL_SCALES, INPUT_NAMES, MATRIX_INPUTS, ROUTER_WEIGHTS, Layout, QMoENode
+from qmoe_ep.quantization import expand_matrix
 from qmoe_ep.routing import route
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def _evaluate(call: CallDescription, operands: Sequence[Any], signs: Callable[[A
         operands[ROUTER_WEIGHTS],
         top_k=call.top_k,
         normalize=bool(node.normalize_routing_weights),
+        sparse_mixer=bool(node.use_sparse_mixer),
     )
     contributions = np.zeros((call.rows, call.top_k, experts.hidden_size))
     with np.errstate(all="ignore"):
@@ -122,15 +123,8 @@ def _evaluate(call: CallDescription, operands: Sequence[Any], signs: Callable[[A
 def _linear(matrix: ExpertMatrix, operands: Sequence[Any], expert: int, x: Array, signs: Callable[[Any], Any]) -> Array:
     own: list[Any] = [None if operands[i] is None else operands[i][expert] for i in MATRIX_INPUTS[matrix.name]]
     weights, scales, bias, zero_points = own
-    expanded = dequantize_matrix(
-        weights,
-        scales,
-        zero_points,
-        bits=matrix.bits,
-        block_size=matrix.block_size,
-        in_features=matrix.in_features,
-        layout=matrix.layout,
-        dtype=np.float64,
-    )
+    given = operands[GLOBAL_SCALES[matrix.name]]
+    global_scale = None if given is None else float(given[expert])
+    expanded = expand_matrix(matrix, weights, scales, zero_points, global_scale, dtype=np.float64)
     y: Array = x @ signs(expanded).T
     return y if bias is None else y + signs(bias.astype(np.float64))

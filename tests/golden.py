@@ -13,10 +13,9 @@ from problems import DTYPES, Array
 
 from qmoe_ep.operator import INPUT_NAMES, QMoENode
 
-__all__ = ["CASES", "DECLINED", "Golden", "load"]
+__all__ = ["CASES", "Golden", "load"]
 
 FOLDER = Path(__file__).parent / "data" / "golden"
-DECLINED = "bf16_mxfp4_rowmajor"
 CASES = tuple(sorted(path.stem for path in FOLDER.glob("*.npz")))
 
 

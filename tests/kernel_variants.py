@@ -8,10 +8,12 @@ from typing import Any
 
 import covering
 from problems import Recipe, build
+from special_problems import FORMS, special
+from special_problems import FUNCTIONS as SPECIAL_FUNCTIONS
 
 from qmoe_ep.call import CallDescription, describe_call
 
-__all__ = ["FACTORS", "covering_calls", "every_call", "variant_call"]
+__all__ = ["FACTORS", "covering_calls", "every_call", "special_calls", "variant_call"]
 
 FLOATS = ("float32", "float16", "bfloat16")
 WIDTHS = (1, 2, 3, 4, 8)
@@ -79,6 +81,16 @@ def variant_call(row: dict[str, Any]) -> CallDescription:
 def covering_calls() -> Iterator[CallDescription]:
     """Calls in which every pair of compile-time choices occurs."""
     return map(variant_call, covering.pairwise(FACTORS))
+
+
+def special_calls() -> Iterator[CallDescription]:
+    """Every format, activation and way to route beyond plain integers, each at least once, raw."""
+    functions = list(SPECIAL_FUNCTIONS)
+    for number, form in enumerate(form for form in FORMS if "columns" not in form):
+        function, rows = functions[number % len(functions)], (1, 12, 96)[number % 3]
+        dtype = FLOATS[number % 3]
+        problem = special(form, function, rows=rows, dtype=dtype, sparse=number == 1)
+        yield describe_call(problem.node, problem.inputs)
 
 
 def every_call(axes: tuple[str, ...], base: dict[str, Any] | None = None) -> Iterator[CallDescription]:

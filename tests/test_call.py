@@ -120,7 +120,7 @@ def test_a_wrong_dtype_names_its_operand(problem: Problem, data: st.DataObject) 
     types = types_of(problem)
     index = pick_operand(data, types)
     packed = types[index].dtype == np.uint8  # type: ignore[union-attr]
-    wrong = ("i1", "u2", "f4", "?", "O") if packed else ("f8", "u1", "i4", "u2", "?", "c8", "O", ">f4")
+    wrong = ("i1", "u2", "f8", "?", "O") if packed else ("f8", "u1", "i4", "u2", "?", "c8", "O", ">f4")
     others = [np.dtype(w) for w in wrong] + [np.dtype(ml_dtypes.float8_e4m3fn)]
     dtype = data.draw(st.sampled_from(others))
     reason = refused(problem, changed(types, index, dtype=dtype))

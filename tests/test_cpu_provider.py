@@ -65,7 +65,7 @@ def test_longer_sums(bits: int, dtype: str) -> None:
     problem.check_closely(run(problem))
 
 
-@pytest.mark.parametrize("name", [n for n in golden.CASES if n != golden.DECLINED])
+@pytest.mark.parametrize("name", golden.CASES)
 def test_stored_case(name: str) -> None:
     case = golden.load(name)
     result = PROVIDER.create_kernel(case.node)(*case.inputs)
@@ -76,7 +76,7 @@ def test_stored_case(name: str) -> None:
     assert x is not None
     assert (result.dtype, result.shape) == (x.dtype, x.shape)
     errors = reference.row_errors(result, expected, np.linalg.norm(expected.reshape(-1, x.shape[-1]), axis=1))
-    assert errors.max() <= {"float32": 1e-6, "float16": 6e-4}[str(x.dtype)]
+    assert errors.max() <= {"float32": 1e-6, "float16": 6e-4, "bfloat16": 4e-3}[str(x.dtype)]
 
 
 def test_stored_ties_but_for_the_order() -> None:
@@ -87,13 +87,6 @@ def test_stored_ties_but_for_the_order() -> None:
     result = PROVIDER.create_kernel(case.node)(*flipped)
     norms = np.linalg.norm(case.exact, axis=1)
     assert reference.row_errors(result, case.exact, norms).max() <= 1e-6
-
-
-def test_float_weights_are_declined_by_name() -> None:
-    case = golden.load(golden.DECLINED)
-    assert "quant_type = 'fp4'" in (PROVIDER.unsupported_reason(case.node) or "")
-    with pytest.raises(QMoEError, match="quant_type = 'fp4'"):
-        PROVIDER.create_kernel(case.node)
 
 
 # --- how operands are given --------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import simulated.kernels_decode
 import simulated.kernels_portable
 from problems import Problem, Recipe, build
 from simulated.scenarios import embedder_stream, in_embedder
+from special_problems import special
 from test_cuda_provider import on_device
 
 from qmoe_ep import CudaError, CudaExecutionProvider, QMoEError, user_objects
@@ -89,6 +90,16 @@ def test_streams_and_memory_of_others(gpu: CudaExecutionProvider, simulated: Any
     assert call.described == 3
     call.run(calls, stream, embedder.allocate)
     assert call.described == 3
+    call.check(stream)
+
+
+@pytest.mark.parametrize(("form", "function"), [("fp4", "geglu"), ("fp8 global", "limit after"), ("nvfp4", "relu2")])
+def test_number_formats(gpu: CudaExecutionProvider, simulated: Any, form: str, function: str) -> None:
+    calls, embedder = borrowed(gpu), Embedder(gpu)
+    call = Call(gpu, special(form, function, 6, sparse=True))
+    stream = embedder_stream(simulated)
+    gpu.runtime.order_stream_after(stream)
+    call.run(calls, stream, embedder.allocate)
     call.check(stream)
 
 

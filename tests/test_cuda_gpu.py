@@ -108,7 +108,7 @@ def check_rows(gpu: CudaExecutionProvider, kernel: Any, problem: Problem) -> Non
     capture.graph.close()
 
 
-@pytest.mark.parametrize("name", [case for case in CASES if "mxfp4" not in case])
+@pytest.mark.parametrize("name", CASES)
 def test_stored_cases(gpu: CudaExecutionProvider, name: str) -> None:
     actual, expected = check_stored_case(gpu, name)
     norms = np.linalg.norm(expected.reshape(-1, expected.shape[-1]), axis=1)

@@ -19,12 +19,12 @@ from simulated.plugin import simulation
 import qmoe_ep
 from qmoe_ep import CaptureError, CudaError, CudaExecutionProvider, QMoEError, QMoENode
 from qmoe_ep.cuda.tensor import DeviceTensor
-from qmoe_ep.operator import INPUT_NAMES, MATRIX_INPUTS
+from qmoe_ep.operator import INPUT_NAMES
 
 assert simulated.kernels_portable
 
 SPACE = Space(strided=(False,), most_features=64, layouts=("raw",))
-WEIGHTS = sorted(i for indices in MATRIX_INPUTS.values() for i in indices)
+WEIGHTS = [*range(2, 14), *range(15, 21)]
 
 
 @pytest.fixture
@@ -81,14 +81,15 @@ def check_stored_case(gpu: CudaExecutionProvider, name: str) -> tuple[np.ndarray
     actual = kernel(*on_device(gpu, operands)).numpy()
     expected = qmoe_ep.reference.qmoe(problem.node, problem.inputs)
     magnitudes = qmoe_ep.reference.row_magnitudes(problem.node, problem.inputs)
-    assert qmoe_ep.reference.row_errors(actual, expected, magnitudes).max() <= 2e-6
+    limit = 8e-3 if actual.dtype.name == "bfloat16" else 2e-6
+    assert qmoe_ep.reference.row_errors(actual, expected, magnitudes).max() <= limit
     return actual, expected
 
 
 # --- results ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [case for case in CASES if "mxfp4" not in case])
+@pytest.mark.parametrize("name", CASES)
 def test_stored_cases(gpu: CudaExecutionProvider, name: str) -> None:
     check_stored_case(gpu, name)
 

@@ -26,7 +26,7 @@ def no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _portable_modules(arch: str) -> list[ModuleSource]:
     capabilities = Capabilities.for_arch(arch)
-    calls = list(kernel_variants.covering_calls())
+    calls = [*kernel_variants.covering_calls(), *kernel_variants.special_calls()]
     # The form, too, is a choice; rows alone would tie it to the tile size.
     plans = [portable.plan(call, capabilities) for call in calls]
     plans += [portable.plan(call, capabilities, form="few") for call in calls[::4]]

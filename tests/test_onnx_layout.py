@@ -11,6 +11,7 @@ import pytest
 from onnx import helper
 from problems import Recipe, build
 from shell import MODELS, Shell, model_of, save, tensor_type
+from special_problems import special
 
 import qmoe_ep
 from qmoe_ep import QMoEError
@@ -50,6 +51,22 @@ def test_external_data_stays_external_and_the_model_computes_the_same(tmp_path: 
     cpu = qmoe_ep.CpuExecutionProvider()
     before, after = (run_model(load_model(path), inputs, cpu) for path in (EXTERNAL, target))
     assert {name: array.tobytes() for name, array in before.items()} == {n: a.tobytes() for n, a in after.items()}
+
+
+@pytest.mark.parametrize("form", ["fp4 in columns", "nvfp4 in columns", "fp4"])
+def test_small_floats(tmp_path: Path, form: str) -> None:
+    """Two output features a byte become rows of input features; the SM80 order is for integers."""
+    problem = special(form, "relu2")
+    source = model_of(problem, tmp_path / "source.onnx")
+    changed = convert_layout(source, tmp_path / "raw.onnx", "raw")
+    assert changed == ([] if form == "fp4" else ["fc1_experts_weights", "fc2_experts_weights"])
+    assert load_model(tmp_path / "raw.onnx").qmoe_nodes()[0].node.weights_prepacked == 1
+    cpu = qmoe_ep.CpuExecutionProvider()
+    inputs = {"input": problem.inputs[0], "router_probs": problem.inputs[1]}
+    before, after = (run_model(path, inputs, cpu)["output"] for path in (source, tmp_path / "raw.onnx"))
+    assert before.tobytes() == after.tobytes()
+    problem.check_closely(after)
+    refused(source, "SM80 layout exists for integers")
 
 
 def test_what_is_in_order_is_only_marked(tmp_path: Path) -> None:

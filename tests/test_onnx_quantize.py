@@ -198,7 +198,7 @@ def test_data_file_of_the_source_is_not_overwritten(tmp_path: Path) -> None:
         (lambda g: g.initializer[0].dims.__setitem__(slice(None), [EXPERTS, HIDDEN, INTER]), "expected shape"),
         (lambda g: g.node[0].input.__setitem__(2, "x"), "must be an initializer"),
         (lambda g: g.node.__delitem__(0), "no com.microsoft::MoE node"),
-        (lambda g: g.node[0].attribute.append(helper.make_attribute("use_sparse_mixer", 1)), "use_sparse_mixer"),
+        (lambda g: g.node[0].attribute.append(helper.make_attribute("use_sparse_mixer", 2)), "use_sparse_mixer"),
     ],
 )
 def test_nodes_that_cant_be_quantized(tmp_path: Path, change: Callable[[Any], None], words: str) -> None:

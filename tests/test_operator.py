@@ -39,16 +39,16 @@ DEFAULTS = {
 WIDTHS = ("expert_weight_bits", "fc1_expert_weight_bits", "fc2_expert_weight_bits", "fc3_expert_weight_bits")
 BAD_VALUES: list[tuple[str, Any]] = [
     *(("k", value) for value in (0, -1, -(2**63))),
-    *(("activation_type", value) for value in ("", "SwiGLU", "geglu", "relu2", "tanh")),
+    *(("activation_type", value) for value in ("", "SwiGLU", "geglu2", "tanh")),
     *(("normalize_routing_weights", value) for value in (2, -1)),
-    *(("use_sparse_mixer", value) for value in (1, 2, -1)),
+    *(("use_sparse_mixer", value) for value in (2, -1)),
     *(("swiglu_fusion", value) for value in (-1, 3)),
     *(("activation_alpha", value) for value in (math.nan, math.inf, -math.inf)),
     *(("activation_beta", value) for value in (math.nan, math.inf, -math.inf)),
     *(("swiglu_limit", value) for value in (math.nan, math.inf, -math.inf, 0.0, -0.0, -1.0)),
     *((name, value) for name in WIDTHS for value in (0, 5, 6, 7, 9, 16, -4)),
     *(("block_size", value) for value in (1, 2, 8, 15, 24, 33, -2, -16, 2**62 + 1)),
-    *(("quant_type", value) for value in ("", "INT", "fp4", "nvfp4", "fp8", "wfp4afp8", "mystery")),
+    *(("quant_type", value) for value in ("", "INT", "fp16", "mystery")),
     *(("weights_prepacked", value) for value in (-2, 2)),
     *(("prefill_min_tokens", value) for value in (1, 0, -5)),
 ]
@@ -230,9 +230,22 @@ def test_fusion_needs_swiglu() -> None:
             assert_declined(node, "swiglu_fusion", str(fusion), activation)
 
 
-@pytest.mark.parametrize("quant_type", ["fp4", "nvfp4", "fp8", "wfp4afp8"])
-def test_float_weights_are_declined_with_what_they_would_need(quant_type: str) -> None:
-    assert_declined(QMoENode(quant_type=quant_type), "quant_type", quant_type, "scale")
+@pytest.mark.parametrize(
+    ("attributes", "words"),
+    [
+        ({"quant_type": "fp4", "block_size": 16}, ("block_size must be 32", "fp4", "16")),
+        ({"quant_type": "nvfp4", "block_size": 32}, ("block_size must be 16", "nvfp4", "32")),
+        ({"quant_type": "fp4", "expert_weight_bits": 8}, ("expert_weight_bits must be 4", "fp4", "8")),
+        ({"quant_type": "fp8", "fc2_expert_weight_bits": 2}, ("fc2_expert_weight_bits must be 8", "fp8", "2")),
+        ({"use_sparse_mixer": 1, "k": 3}, ("use_sparse_mixer", "k = 2", "k = 3")),
+        ({"use_sparse_mixer": 1, "k": 2, "normalize_routing_weights": 1}, ("normalize_routing_weights",)),
+        ({"activation_type": "geglu"}, ("geglu", "swiglu_fusion")),
+        ({"activation_type": "relu2", "swiglu_fusion": 1}, ("swiglu_fusion = 1", "relu2")),
+        ({"swiglu_limit_after_activation": 2}, ("swiglu_limit_after_activation", "2")),
+    ],
+)
+def test_what_formats_and_activations_ask_for(attributes: dict[str, Any], words: tuple[str, ...]) -> None:
+    assert_declined(QMoENode(**attributes), *words)
 
 
 @pytest.mark.parametrize("matrix", ["fc1", "fc2", "fc3"])
@@ -282,7 +295,7 @@ def test_a_required_input_is_missing(problem: Any, index: int) -> None:
 def test_too_few_and_too_many_inputs_and_outputs() -> None:
     problem = build(Recipe())
     for count in range(7):
-        first = next(i for i in REQUIRED_INPUTS if i >= count)
+        first = next(i for i in (*REQUIRED_INPUTS, 3, 6) if i >= count)
         assert_declined(node_proto(problem.attributes, problem.inputs[:count]), INPUT_NAMES[first], "required")
     proto = problem.node_proto()
     proto.input.extend(["surplus"] * 20)

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import special_problems
 from hypothesis import given, settings
 from problems import Problem, Recipe, Space, build, problems
+from special_problems import FUNCTIONS
 
 import qmoe_ep
 from qmoe_ep import QMoEError, RouteTelemetryConfig
@@ -112,6 +114,36 @@ def test_a_layer_computes_its_problem(fusion: int, dtype: str) -> None:
     assert (layer.num_experts, layer.hidden_size, layer.inter_size) == (4, 64, 64)
     assert "experts=4, k=2, hidden=64, inter=64, bits=4, block_size=32, activation=swiglu" in repr(layer)
     assert not list(layer.parameters())
+
+
+FORMS = [form for form in special_problems.FORMS if not form.endswith("columns")]
+
+
+@pytest.mark.parametrize(("form", "function"), list(zip(FORMS, [*FUNCTIONS, "swiglu"], strict=True)))
+@pytest.mark.parametrize("sparse", [False, True])
+def test_number_formats_and_functions(form: str, function: str, sparse: bool) -> None:
+    """Weights are rows of input features whatever the node says; 8-bit floats come as such or as bytes."""
+    problem = special_problems.special(form, function, 5, sparse=sparse)
+    weights = {i: a for i, a in enumerate(problem.inputs) if a is not None and (2 <= i < 14 or i in (15, 16))}
+    if form == "nvfp4":
+        weights[3] = torch.from_numpy(weights[3].view(np.uint8)).view(torch.float8_e4m3fn)
+    layer = QMoELayer(replace(problem.node, weights_prepacked=-1), weights)
+    problem.check_closely(array(layer(*activations_of(problem))))
+    problem.check_closely(array(copy.deepcopy(layer)(*activations_of(problem))))
+    assert (f"quant_type={problem.node.quant_type}" in repr(layer)) == (problem.node.quant_type != "int")
+
+
+def test_number_formats_that_do_not_fit() -> None:
+    problem = special_problems.special("nvfp4", "relu2", 5)
+    weights = {i: a for i, a in enumerate(problem.inputs) if a is not None and i >= 2}
+    scales = torch.from_numpy(weights[3].view(np.uint8)).view(torch.float8_e5m2)
+    with pytest.raises(QMoEError, match="fc1_scales"):
+        QMoELayer(problem.node, {**weights, 3: scales})
+    with pytest.raises(QMoEError, match="fc1_global_scale"):
+        QMoELayer(problem.node, {i: a for i, a in weights.items() if i != 15})
+    operands = {INPUT_NAMES[i]: tensor(a) for i, a in enumerate(problem.inputs) if a is not None and i not in (3, 6)}
+    with pytest.raises(QMoEError, match=r"fc1_scales.*float8_e5m2.*uint8"):
+        qmoe(**operands, fc1_scales=scales, fc2_scales=scales, k=2, quant_type="nvfp4", activation_type="relu2")
 
 
 def test_weights_are_taken_without_a_copy() -> None:

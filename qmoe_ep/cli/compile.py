@@ -46,7 +46,7 @@ class _Usage:
     "--dtype",
     type=click.Choice(["float32", "float16", "bfloat16"]),
     default=None,
-    help="Type of activations, where the model doesn't tell; that of the scales by default.",
+    help="Type of activations, where the model doesn't tell; that of the scales or biases by default.",
 )
 @click.option("--report", is_flag=True, help="List registers, spills and shared memory of each kernel.")
 @layout_option

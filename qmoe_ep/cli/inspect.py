@@ -53,8 +53,9 @@ def _describe(entry: ModelNode) -> dict[str, Any]:
         "hidden_size": experts.hidden_size if experts else None,
         "inter_size": experts.inter_size if experts else None,
         "k": node.k,
+        "quant_type": node.quant_type,
         "bits": {m.name: m.bits for m in matrices},
-        "block_size": node.block_size,
+        "block_size": node.blocks if experts else node.block_size,
         "activation": node.activation_type,
         "swiglu_fusion": node.swiglu_fusion,
         "layout": experts.fc1.layout if experts else None,
@@ -75,12 +76,13 @@ def _row(node: dict[str, Any]) -> tuple[str, ...]:
     if activation == "swiglu":
         activation += f"/{node['swiglu_fusion']}"
     claims = [claim["reason"] or "yes" for claim in node["providers"].values()]
+    widths = "/".join(map(str, bits if len(set(bits)) > 1 else bits[:1])) or "-"
     return (
         str(node["node_id"]),
         node["name"],
         "-" if None in sizes else "×".join(map(str, sizes)),
         str(node["k"]),
-        "/".join(map(str, bits if len(set(bits)) > 1 else bits[:1])) or "-",
+        widths if node["quant_type"] == "int" else node["quant_type"],
         str(node["block_size"] if node["block_size"] and node["block_size"] > 0 else "row"),
         activation,
         node["layout"] or "-",

@@ -15,6 +15,7 @@ from qmoe_ep.operator import ROUTER_WEIGHTS, Layout, QMoENode, unsupported_reaso
 if TYPE_CHECKING:
     import onnx
 
+    from qmoe_ep.formats import ExpertMatrix
     from qmoe_ep.onnx import LoadedModel, QMoENodeEntry
 
 __all__ = ["ModelNode", "model_nodes"]
@@ -40,15 +41,15 @@ class ModelNode:
     def call(self, rows: int, dtype: np.dtype[Any] | None = None) -> CallDescription:
         """Describe a call of so many rows as the CUDA provider plans it, with weights converted to the raw layout.
 
-        An unknown type of the input is that of FC1's scales.
+        An unknown type of the input is that of FC1's scales, or of its bias where no scales are of such a type.
 
         Raises
         ------
-        QMoEError : the node is declined.
+        QMoEError : the node is declined, or nothing tells the type of the input.
         """
         if self.experts is None:
             raise QMoEError(f"node {self.node.name or self.node_id!r}: {self.reason}")
-        known = dtype or self.dtypes.get(0) or self.experts.fc1.scale_dtype
+        known = dtype or self.dtypes.get(0) or self._likely_dtype(self.experts.fc1)
         routing = self.dtypes.get(ROUTER_WEIGHTS, known) if self.node.has_input(ROUTER_WEIGHTS) else None
         return CallDescription(
             node=self.node,
@@ -60,6 +61,16 @@ class ModelNode:
             router_dtype=self.dtypes.get(1, known),
             router_weights_dtype=routing,
         )
+
+    def _likely_dtype(self, fc1: ExpertMatrix) -> np.dtype[Any]:
+        if fc1.scaled and fc1.scale_dtype in FLOAT_DTYPES:
+            return fc1.scale_dtype
+        if fc1.bias_dtype is None:
+            raise QMoEError(
+                f"node {self.node.name or self.node_id!r}: neither the graph nor scales or biases tell the type of "
+                "its input; pass it as --dtype"
+            )
+        return fc1.bias_dtype
 
 
 def model_nodes(loaded: LoadedModel, weights_layout: Layout | None = None) -> Iterator[ModelNode]:

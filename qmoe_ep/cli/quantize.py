@@ -15,6 +15,14 @@ __all__ = ["command"]
 @click.command("quantize")
 @click.argument("source", type=click.Path(exists=True, dir_okay=False), metavar="FLOAT.onnx")
 @click.argument("target", type=click.Path(dir_okay=False), metavar="OUT.onnx")
+@click.option(
+    "--format",
+    "quant_type",
+    type=click.Choice(["int", "fp4", "nvfp4", "fp8"]),
+    default="int",
+    show_default=True,
+    help="Numbers of the weights; --bits and --symmetric are of int, --block-size of int and fp8.",
+)
 @click.option("--bits", type=click.Choice(["1", "2", "3", "4", "8"]), default="4", show_default=True)
 @click.option(
     "--block-size",
@@ -27,7 +35,7 @@ __all__ = ["command"]
     "--symmetric/--asymmetric", default=True, show_default=True, help="Whether to do without stored zero points."
 )
 @debug_option
-def command(source: str, target: str, bits: str, block_size: int, symmetric: bool) -> None:
+def command(source: str, target: str, quant_type: str, bits: str, block_size: int, symmetric: bool) -> None:
     """Quantize the float MoE nodes of a model; external data stays external."""
     from qmoe_ep import onnx as models
     from qmoe_ep.cli.files import output_path
@@ -37,7 +45,14 @@ def command(source: str, target: str, bits: str, block_size: int, symmetric: boo
         raise click.UsageError("OUT.onnx is FLOAT.onnx; give another name.")
     with progress_bar("quantizing") as update:
         nodes = models.quantize_model(
-            source, target, bits=int(bits), block_size=block_size, symmetric=symmetric, progress=update
+            source,
+            target,
+            bits=int(bits),
+            block_size=block_size,
+            symmetric=symmetric,
+            quant_type=quant_type,
+            progress=update,
         )
+    kind = f"{bits} bits" if quant_type == "int" else quant_type
     size = bytes_text(Path(target).stat().st_size)
-    click.echo(f"{target}: {len(nodes)} QMoE nodes of {bits} bits; {size} without external data")
+    click.echo(f"{target}: {len(nodes)} QMoE nodes of {kind}; {size} without external data")

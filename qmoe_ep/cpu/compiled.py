@@ -98,7 +98,9 @@ def _shared_compiler() -> _Compiler:
 
 
 def _step(matrix: ExpertMatrix) -> int:
-    """Codes that are decoded at once; 0 for rows that don't divide into steps."""
+    """Codes that are decoded at once; 0 for formats and rows that aren't decoded in registers."""
+    if not matrix.plain or matrix.layout != "raw":
+        return 0
     size = matrix.block_size or matrix.in_features
     return 32 if size % 32 == 0 else 16 if size % 16 == 0 else 0
 
@@ -106,8 +108,8 @@ def _step(matrix: ExpertMatrix) -> int:
 class CompiledProducts:
     """Products by compiled code on several threads; packed matrices are decoded in registers.
 
-    A row's result depends on the row and the matrix alone. Formats without a fast way (a length of rows that isn't a
-    multiple of 16, the SM80 layout) are expanded by NumPy first, one expert at a time.
+    A row's result depends on the row and the matrix alone. Formats without a fast way (floats, a length of rows that
+    isn't a multiple of 16, other layouts) are expanded by NumPy first, one expert at a time.
 
     Parameters
     ----------
@@ -133,7 +135,7 @@ class CompiledProducts:
     def expand(self, packed: Packed, expert: int, out: Floats) -> None:
         """Expand a matrix."""
         step = _step(packed.matrix)
-        if not step or packed.matrix.layout != "raw":
+        if not step:
             self._numpy.expand(packed, expert, out)
             return
         operands = _Operands(packed, [expert])
@@ -148,7 +150,7 @@ class CompiledProducts:
             matrix = product.weights.matrix if isinstance(product.weights, Packed) else None
             if matrix is None:
                 groups.setdefault(("multiply_expanded", 0, 0), []).append(product)
-            elif (step := _step(matrix)) and matrix.layout == "raw":
+            elif step := _step(matrix):
                 groups.setdefault(("multiply_packed", matrix.bits, step), []).append(product)
             else:
                 self._run_expanding(product, experts, bounds)
@@ -251,7 +253,8 @@ class _Operands:
     def _add_format(self, packed: Packed) -> None:
         matrix = packed.matrix
         self.blocks, self._rows, self._depth = matrix.blocks, matrix.out_features, matrix.in_features
-        self._add("scales", packed.scales)
+        if packed.scales is not None:
+            self._add("scales", packed.scales)
         if packed.zero_points is not None:
             self._add("zero_points", packed.zero_points)
             self._columns["zero_point_bytes"] = matrix.zero_point_shape[1] if matrix.block_size else 0

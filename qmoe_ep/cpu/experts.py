@@ -14,7 +14,7 @@ from qmoe_ep.cpu.expert_cache import ExpertCache
 from qmoe_ep.cpu.mapped import MappedTensor, open_tensor
 from qmoe_ep.cpu.products import Expanded, ExpertWeights, Packed, aligned_bytes, aligned_rows
 from qmoe_ep.offload import LayerFigures, OffloadStats, UseCounters
-from qmoe_ep.operator import INPUT_NAMES, MATRIX_INPUTS
+from qmoe_ep.operator import GLOBAL_SCALES, INPUT_NAMES, MATRIX_INPUTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -84,7 +84,7 @@ class ResidentExperts:
 
     def _packed(self, matrix: ExpertMatrix) -> Packed:
         weights, scales, bias, zero_points = (self._operands[index] for index in MATRIX_INPUTS[matrix.name])
-        return Packed(matrix, weights, scales, zero_points, bias)
+        return Packed(matrix, weights, scales, zero_points, bias, self._operands[GLOBAL_SCALES[matrix.name]])
 
 
 # --- paging ----------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class PagedExperts:
     ----------
     layer : the embedder's number of the node
     tensors : weights, scales and zero points by input index
-    biases : by input index; they are small and stay resident
+    biases : and global scales by input index; they are small and stay resident
     """
 
     one_by_one = True
@@ -236,13 +236,14 @@ class PagedExperts:
 
     def _expand(self, matrix: ExpertMatrix, expert: int, keep: bool) -> Expanded:
         weights, scales, bias, zero_points = MATRIX_INPUTS[matrix.name]
-        own = self._biases.get(bias)
+        own, given = self._biases.get(bias), self._biases.get(GLOBAL_SCALES[matrix.name])
         packed = Packed(
             matrix,
             self._read(weights, expert)[None],
-            self._read(scales, expert)[None],
+            self._read(scales, expert)[None] if scales in self._tensors else None,
             self._read(zero_points, expert)[None] if zero_points in self._tensors else None,
             None,
+            None if given is None else given[expert : expert + 1],
         )
         rows, depth = matrix.out_features, matrix.in_features
         out = aligned_rows(rows, depth) if keep else self._pager.rows(matrix.name, rows, depth)

@@ -21,8 +21,8 @@ from qmoe_ep.cpu.experts import ExpertSource, PagedExperts, ResidentExperts, ope
 from qmoe_ep.cpu.mapped import read_whole
 from qmoe_ep.cpu.products import Product, aligned_rows
 from qmoe_ep.errors import QMoEError
-from qmoe_ep.operator import INPUT_NAMES, MATRIX_INPUTS, ROUTER_WEIGHTS, Layout, QMoENode, resolve_layout
-from qmoe_ep.quantization import sm80_to_raw
+from qmoe_ep.operator import GLOBAL_SCALES, INPUT_NAMES, MATRIX_INPUTS, ROUTER_WEIGHTS, Layout, QMoENode, resolve_layout
+from qmoe_ep.quantization import raw_weights
 from qmoe_ep.routing import route
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ class CpuKernel:
         if experts is not None:
             tensors = open_pages(initializers)
             if isinstance(tensors, dict):
-                biases = {m[2]: initializers[m[2]] for m in MATRIX_INPUTS.values() if m[2] in initializers}
+                small = {m[2] for m in MATRIX_INPUTS.values()} | set(GLOBAL_SCALES.values())
+                biases = {i: initializers[i] for i in sorted(small & initializers.keys())}
                 biases = {index: read_whole(INPUT_NAMES[index], array) for index, array in biases.items()}
                 return PagedExperts(pager, self._products, self.node_id, experts, tensors, biases)
             reason = tensors
@@ -115,13 +116,14 @@ class CpuKernel:
 
     def _convert_layout(self) -> dict[int, NDArray[np.uint8]]:
         """Weights in the raw layout by input index, where they are held in another one; those are let go of."""
-        if resolve_layout(self.node, self.weights_layout) == "raw":
+        layout = resolve_layout(self.node, self.weights_layout)
+        if layout == "raw":
             return {}
         converted = {}
         for name, (index, *_) in MATRIX_INPUTS.items():
             if index in self._constants:
                 packed = self._constants[index]
-                converted[index] = sm80_to_raw(packed, bits=self.node.bits(name))
+                converted[index] = raw_weights(packed, layout, bits=self.node.bits(name))
                 # Shape and dtype are all that is asked of it from now on.
                 self._constants[index] = np.broadcast_to(np.uint8(0), packed.shape)
         return converted
@@ -200,6 +202,7 @@ class CpuKernel:
             None if router_weights is None else router_weights[:rows],
             top_k=call.top_k,
             normalize=bool(self.node.normalize_routing_weights),
+            sparse_mixer=bool(self.node.use_sparse_mixer),
         )
         routes = _Routes.by_expert(chosen)
         source = self._source(call, operands)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from qmoe_ep.quantization import dequantize_matrix
+from qmoe_ep.quantization import expand_matrix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,15 +52,16 @@ class Packed:
 
     Attributes
     ----------
-    weights, scales, zero_points, bias : with the experts as first dimension; of one expert as in
-        :func:`qmoe_ep.quantization.dequantize_matrix`, bias float [out] or None
+    weights, scales, zero_points, bias, global_scales : with the experts as first dimension; of one expert as in
+        :func:`qmoe_ep.quantization.expand_matrix`, bias float [out]; None for what isn't there
     """
 
     matrix: ExpertMatrix
-    weights: NDArray[np.uint8]
-    scales: NDArray[Any]
-    zero_points: NDArray[np.uint8] | None
+    weights: NDArray[Any]
+    scales: NDArray[Any] | None
+    zero_points: NDArray[Any] | None
     bias: NDArray[Any] | None
+    global_scales: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,22 +125,19 @@ class Products(Protocol):
 
 
 class NumpyProducts:
-    """Products by NumPy's matrix product, after expanding with :func:`dequantize_matrix`."""
+    """Products by NumPy's matrix product, after expanding with :func:`expand_matrix`."""
 
     name = "numpy"
     takes_packed = False
 
     def expand(self, packed: Packed, expert: int, out: Floats) -> None:
         """Expand a matrix."""
-        matrix = packed.matrix
-        out[...] = dequantize_matrix(
+        out[...] = expand_matrix(
+            packed.matrix,
             packed.weights[expert],
-            packed.scales[expert],
+            None if packed.scales is None else packed.scales[expert],
             None if packed.zero_points is None else packed.zero_points[expert],
-            bits=matrix.bits,
-            block_size=matrix.block_size,
-            in_features=matrix.in_features,
-            layout=matrix.layout,
+            None if packed.global_scales is None else float(packed.global_scales[expert]),
         )
 
     def run(self, products: Sequence[Product], experts: Sequence[int], bounds: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ from qmoe_ep.cuda.variants import choose_plan
 from qmoe_ep.errors import CaptureError, QMoEError
 from qmoe_ep.graph_capture import CallSignature, CaptureSupport, GraphResources, Registrar, WarmedCalls, registrar
 from qmoe_ep.operator import INPUT_NAMES, MATRIX_INPUTS, Layout, QMoENode, resolve_layout
-from qmoe_ep.quantization import sm80_to_raw
+from qmoe_ep.quantization import raw_weights
 from qmoe_ep.scratch import ScratchPool
 
 if TYPE_CHECKING:
@@ -128,9 +128,9 @@ class QMoEKernel:
         on_host = isinstance(value, np.ndarray)
         tensor = None if on_host else as_device_tensor(self.runtime, value, INPUT_NAMES[index])
         matrix = next((name for name, indices in MATRIX_INPUTS.items() if index == indices[0]), None)
-        if matrix is not None and self._layout == "sm80":
+        if matrix is not None and self._layout != "raw":
             host = value if tensor is None else tensor.numpy()
-            return to_device(self.runtime, sm80_to_raw(host, bits=self.node.bits(matrix)))
+            return to_device(self.runtime, raw_weights(host, self._layout, bits=self.node.bits(matrix)))
         return to_device(self.runtime, value) if tensor is None else tensor
 
     # --- calls -------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class QMoEKernel:
 
     def _describe(self, operands: _Operands) -> CallDescription:
         """Check everything that a signature says; a warmed one has been checked."""
-        if self._layout == "sm80":
+        if self._layout != "raw":
             for indices in MATRIX_INPUTS.values():
                 if operands.inputs[indices[0]] is not None and indices[0] not in self._constants:
                     raise QMoEError(

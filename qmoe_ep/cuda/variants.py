@@ -25,8 +25,19 @@ def choose_plan(
 ) -> Plan:
     """The plan of the fastest family that serves a call; the portable one serves all."""
     made = None
-    if not only_portable:
+    if not only_portable and not _is_special(call):
         if prefill.worthwhile(call):
             made = prefill.plan(call, capabilities, alignment)
         made = made or decode.plan(call, capabilities, alignment) or grouped.plan(call, capabilities, alignment)
     return made or portable.plan(call, capabilities, alignment)
+
+
+def _is_special(call: CallDescription) -> bool:
+    """Formats, activations and routing that only the portable kernels know."""
+    node = call.node
+    return (
+        not all(matrix.plain for matrix in call.experts.matrices)
+        or node.activation_type in ("geglu", "relu2")
+        or bool(node.use_sparse_mixer)
+        or bool(node.swiglu_limit_after_activation and call.experts.gating != "none")
+    )

@@ -8,7 +8,8 @@
 
 namespace qmoe {
 
-enum class Activation { kRelu, kGelu, kSilu, kIdentity };
+// kGeglu is gated; kSiluLimited is gated with the limit after the activation.
+enum class Activation { kRelu, kGelu, kSilu, kIdentity, kRelu2, kGeglu, kSiluLimited };
 
 // Where the up half of a gated activation comes from: nowhere, odd rows of FC1, its second half, or FC3.
 enum class Gating { kNone, kInterleaved, kHalves, kThird };
@@ -42,6 +43,8 @@ __device__ __forceinline__ float activate(float x) {
         return gelu(x);
     } else if constexpr (kind == Activation::kSilu) {
         return x * sigmoid(x);
+    } else if constexpr (kind == Activation::kRelu2) {
+        return x < 0.0f ? 0.0f : x * x;
     } else {
         return x;
     }
@@ -53,6 +56,22 @@ __device__ __forceinline__ float activate_gated(float gate, float up, const Gate
     up = up > scalars.limit ? scalars.limit : up;
     up = up < -scalars.limit ? -scalars.limit : up;
     return gate * sigmoid(scalars.alpha * gate) * (up + scalars.beta);
+}
+
+// The same for any gated activation: min(gate sigmoid(alpha gate), limit) (up' + beta), or gelu(gate) up.
+template <Activation kind>
+__device__ __forceinline__ float activate_gated_as(float gate, float up, const GateScalars& scalars) {
+    if constexpr (kind == Activation::kGeglu) {
+        return gelu(gate) * up;
+    } else if constexpr (kind == Activation::kSiluLimited) {
+        float activated = gate * sigmoid(scalars.alpha * gate);
+        activated = activated > scalars.limit ? scalars.limit : activated;
+        up = up > scalars.limit ? scalars.limit : up;
+        up = up < -scalars.limit ? -scalars.limit : up;
+        return activated * (up + scalars.beta);
+    } else {
+        return activate_gated(gate, up, scalars);
+    }
 }
 
 }  // namespace qmoe

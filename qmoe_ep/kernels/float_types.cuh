@@ -15,6 +15,15 @@ struct alignas(2) BFloat16 {
     unsigned short bits;
 };
 
+// 8-bit floats, of weights and their scales: a power of two, and sign, 4 bits of exponent, 3 of mantissa, no infinity.
+struct E8M0 {
+    unsigned char bits;
+};
+
+struct E4M3 {
+    unsigned char bits;
+};
+
 // Whether an operand's type says that it is absent.
 template <class T>
 constexpr bool kIsVoid = false;
@@ -38,6 +47,22 @@ __device__ __forceinline__ float to_float(Float16 value) {
 
 __device__ __forceinline__ float to_float(BFloat16 value) {
     return __uint_as_float(static_cast<unsigned>(value.bits) << 16);
+}
+
+__device__ __forceinline__ float to_float(E8M0 value) {
+    const unsigned bits = value.bits;
+    return __uint_as_float(bits == 0xffu ? 0x7fffffffu : bits == 0u ? 0x00400000u : bits << 23);
+}
+
+// The exponent is biased by 7: in the place of a float's, whose bias is 127, the bits are 2^120 too small, also where
+// they are subnormal.
+__device__ __forceinline__ float to_float(E4M3 value) {
+    const unsigned bits = value.bits;
+    if ((bits & 0x7fu) == 0x7fu) {
+        return __uint_as_float(0x7fffffffu);
+    }
+    constexpr float kBias = __builtin_bit_cast(float, (127u + 120u) << 23);
+    return __uint_as_float((bits & 0x80u) << 24 | (bits & 0x7fu) << 20) * kBias;
 }
 
 template <class T>

@@ -2,7 +2,7 @@
 
 Device code: ``portable_few.cuh`` (one product per route) and ``portable_many.cuh`` (routes grouped by expert, tiled
 products), on ``route.cuh``, ``group.cuh``, ``quantization.cuh`` and ``activation.cuh``. Every product is of a weight
-dequantized in float32, (code − zero point)·scale rounded once, and a float32 activation, accumulated in float32 in
+dequantized in float32, element·scale rounded once, and a float32 activation, accumulated in float32 in
 short partial sums. :func:`plan` is where a call enters.
 """
 
@@ -28,7 +28,7 @@ from qmoe_ep.kernels.route import (
     route_step,
 )
 from qmoe_ep.kernels.translation_unit import Entry, device_type, dtype_tag, module_name, translation_unit
-from qmoe_ep.operator import MATRIX_INPUTS
+from qmoe_ep.operator import GLOBAL_SCALES, MATRIX_INPUTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,7 +52,7 @@ __all__ = [
 
 Form: TypeAlias = Literal["few", "many"]
 
-VERSION = 1
+VERSION = 2
 CHUNK_CODES = 16
 _FEW_WARPS, _ROWS_PER_WARP, _MANY_THREADS, _TILE_ROWS = 8, 4, 256, 128
 _OLDEST = (7, 5)
@@ -72,6 +72,7 @@ class GateUpArguments(ctypes.Structure):
     _fields_ = (
         ("input", _POINTER),
         *matrix_fields("fc1", "fc3"),
+        ("global_scales", _POINTER),
         ("route_experts", _POINTER),
         ("grouped_routes", _POINTER),
         ("tiles", _POINTER),
@@ -92,6 +93,7 @@ class DownArguments(ctypes.Structure):
     _fields_ = (
         ("activated", _POINTER),
         *matrix_fields("fc2"),
+        ("global_scales", _POINTER),
         ("route_experts", _POINTER),
         ("route_weights", _POINTER),
         ("output", _POINTER),
@@ -186,14 +188,25 @@ def guaranteed_load_bytes(*multiples: int) -> int:
 def format_type(matrix: ExpertMatrix, weights_alignment: int) -> tuple[str, str]:
     """C++ type ``qmoe::Format<…>`` of a matrix, and its part of a module's name."""
     load_bytes = guaranteed_load_bytes(weights_alignment, matrix.row_bytes, CHUNK_CODES * matrix.bits // 8)
-    zero_points = str(matrix.zero_points).lower()
-    scale, bias = device_type(matrix.scale_dtype), device_type(matrix.bias_dtype)
-    text = f"qmoe::Format<{matrix.bits}, {matrix.block_size}, {zero_points}, {scale}, {bias}, {load_bytes}>"
+    scale_dtype = matrix.element_scale_dtype
+    parts = [
+        str(matrix.bits),
+        str(matrix.block_size),
+        str(matrix.zero_points).lower(),
+        device_type(scale_dtype),
+        device_type(matrix.bias_dtype),
+        str(load_bytes),
+    ]
     tag = (
         f"w{matrix.bits}g{matrix.block_size}{'z' if matrix.zero_points else ''}"
-        f"_s{dtype_tag(matrix.scale_dtype)}_b{dtype_tag(matrix.bias_dtype)}_l{load_bytes}"
+        f"_s{dtype_tag(scale_dtype)}_b{dtype_tag(matrix.bias_dtype)}_l{load_bytes}"
     )
-    return text, tag
+    if not matrix.plain:
+        zero_dtype = None if matrix.zero_point_dtype == np.uint8 else matrix.zero_point_dtype
+        parts += [f"qmoe::Element::{_ELEMENT[matrix.form.element]}", device_type(zero_dtype)]
+        parts += [str(matrix.global_scale).lower(), str(matrix.block_rows)]
+        tag += f"_{matrix.form.element}{dtype_tag(zero_dtype)}{'g' if matrix.global_scale else ''}{matrix.block_rows}"
+    return f"qmoe::Format<{', '.join(parts)}>", tag
 
 
 def _matrix_format(matrix: ExpertMatrix, alignment: Mapping[AddressSource, int]) -> tuple[str, str]:
@@ -201,7 +214,17 @@ def _matrix_format(matrix: ExpertMatrix, alignment: Mapping[AddressSource, int])
 
 
 _GATING = {"none": "kNone", "interleaved": "kInterleaved", "halves": "kHalves", "fc3": "kThird"}
-_ACTIVATION = {"relu": "kRelu", "gelu": "kGelu", "silu": "kSilu", "identity": "kIdentity", "swiglu": "kIdentity"}
+_ACTIVATION = {
+    "relu": "kRelu",
+    "gelu": "kGelu",
+    "silu": "kSilu",
+    "identity": "kIdentity",
+    "swiglu": "kIdentity",
+    "relu2": "kRelu2",
+    "geglu": "kGeglu",
+    "silu_limited": "kSiluLimited",
+}
+_ELEMENT = {"integer": "kInteger", "e2m1": "kE2m1", "e4m3": "kE4m3"}
 
 
 def gate_up_module(call: CallDescription, alignment: Mapping[AddressSource, int], form: Form) -> ModuleSource:
@@ -211,7 +234,7 @@ def gate_up_module(call: CallDescription, alignment: Mapping[AddressSource, int]
     input_bytes = max(item, guaranteed_load_bytes(alignment.get(0, 16), experts.hidden_size * item))
     gate, gate_tag = _matrix_format(experts.fc1, alignment)
     up, up_tag = (gate, "") if experts.fc3 is None else _matrix_format(experts.fc3, alignment)
-    function = "silu" if experts.gating != "none" else call.node.activation_type
+    function = _function(call)
     tags = [experts.gating, function, dtype_tag(call.dtype), f"x{input_bytes}", gate_tag, *([up_tag] if up_tag else [])]
     layout = (
         f"using Layout = qmoe::portable::GateUp<{device_type(call.dtype)}, {input_bytes}, {gate}, {up}, "
@@ -221,9 +244,18 @@ def gate_up_module(call: CallDescription, alignment: Mapping[AddressSource, int]
     if form == "many":
         per_thread = _tile_routes(call) // 16
         body, tile_tag = f"qmoe::portable::gate_up_many<Layout, {per_thread}>", [f"t{_tile_routes(call)}"]
-    entry = _entry(f"portable_gate_up_{form}", GateUpArguments, body)
+    cut = experts.fc1.block_rows > 1
+    entry = _entry(f"portable_gate_up_{form}", GateUpArguments, body, cut)
     name = module_name("portable", VERSION, f"gate_up_{form}", *tags, *tile_tag)
     return translation_unit(name, (f"portable_{form}.cuh",), (layout,), (entry,))
+
+
+def _function(call: CallDescription) -> str:
+    """The activation, a gated one by what its gate goes through."""
+    activation = call.node.activation_type
+    if call.experts.gating == "none" or activation == "geglu":
+        return activation
+    return "silu_limited" if call.node.swiglu_limit_after_activation else "silu"
 
 
 def down_module(call: CallDescription, alignment: Mapping[AddressSource, int], form: Form) -> ModuleSource:
@@ -234,7 +266,7 @@ def down_module(call: CallDescription, alignment: Mapping[AddressSource, int], f
         body, rest = f"qmoe::portable::down_few<Layout, {output}>", dtype_tag(call.dtype)
     else:
         body, rest = f"qmoe::portable::down_many<Layout, {_tile_routes(call) // 16}>", f"t{_tile_routes(call)}"
-    entry = _entry(f"portable_down_{form}", DownArguments, body)
+    entry = _entry(f"portable_down_{form}", DownArguments, body, call.experts.fc2.block_rows > 1)
     name = module_name("portable", VERSION, f"down_{form}", tag, rest)
     return translation_unit(name, (f"portable_{form}.cuh",), (f"using Layout = {layout};",), (entry,))
 
@@ -246,9 +278,10 @@ def combine_module(call: CallDescription) -> ModuleSource:
     return translation_unit(name, ("portable_many.cuh",), (), (entry,))
 
 
-def _entry(name: str, arguments: type[ctypes.Structure], body: str) -> Entry:
+def _entry(name: str, arguments: type[ctypes.Structure], body: str, cut: bool = False) -> Entry:
+    """Blocks that may be cut at a row's end (``cut``) take the registers of a second block."""
     threads = 32 * _FEW_WARPS if name.endswith("few") else _MANY_THREADS
-    return Entry(name, arguments, f"qmoe::portable::{arguments.__name__}", body, threads, min_blocks=2)
+    return Entry(name, arguments, f"qmoe::portable::{arguments.__name__}", body, threads, min_blocks=1 if cut else 2)
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
@@ -346,9 +379,14 @@ def _step(
 _GATE_UP_POINTERS: tuple[tuple[str, AddressSource], ...] = (
     ("input", 0),
     *matrix_pointers("fc1", "fc3"),
+    ("global_scales", GLOBAL_SCALES["fc1"]),
     ("activated", "activated"),
 )
-_DOWN_POINTERS: tuple[tuple[str, AddressSource], ...] = (("activated", "activated"), *matrix_pointers("fc2"))
+_DOWN_POINTERS: tuple[tuple[str, AddressSource], ...] = (
+    ("activated", "activated"),
+    *matrix_pointers("fc2"),
+    ("global_scales", GLOBAL_SCALES["fc2"]),
+)
 
 
 def _float32(value: float) -> float:

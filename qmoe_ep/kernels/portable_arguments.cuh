@@ -19,6 +19,7 @@ struct GateUpArguments {
     const void* fc3_scales;
     const void* fc3_bias;
     const unsigned char* fc3_zero_points;
+    const float* global_scales;  // of both
     const int* route_experts;   // few rows: [routes]
     const int* grouped_routes;  // many rows, as are the next two: see GroupArguments
     const GroupTile* tiles;
@@ -40,6 +41,7 @@ struct DownArguments {
     const void* fc2_scales;
     const void* fc2_bias;
     const unsigned char* fc2_zero_points;
+    const float* global_scales;
     const int* route_experts;  // few rows, as are the next two and slots_at_once
     const float* route_weights;
     void* output;
@@ -67,15 +69,16 @@ struct CombineArguments {
 };
 
 __device__ __forceinline__ Matrix fc1_matrix(const GateUpArguments& a, bool fused) {
-    return Matrix{a.fc1_weights, a.fc1_scales, a.fc1_bias, a.fc1_zero_points, fused ? 2 * a.inter : a.inter, a.hidden};
+    return Matrix{a.fc1_weights, a.fc1_scales, a.fc1_bias, a.fc1_zero_points, fused ? 2 * a.inter : a.inter, a.hidden,
+                  a.global_scales};
 }
 
 __device__ __forceinline__ Matrix fc3_matrix(const GateUpArguments& a) {
-    return Matrix{a.fc3_weights, a.fc3_scales, a.fc3_bias, a.fc3_zero_points, a.inter, a.hidden};
+    return Matrix{a.fc3_weights, a.fc3_scales, a.fc3_bias, a.fc3_zero_points, a.inter, a.hidden, a.global_scales};
 }
 
 __device__ __forceinline__ Matrix fc2_matrix(const DownArguments& a) {
-    return Matrix{a.fc2_weights, a.fc2_scales, a.fc2_bias, a.fc2_zero_points, a.hidden, a.inter};
+    return Matrix{a.fc2_weights, a.fc2_scales, a.fc2_bias, a.fc2_zero_points, a.hidden, a.inter, a.global_scales};
 }
 
 // The row of FC1 that holds the gate, or only, half of an intermediate feature.

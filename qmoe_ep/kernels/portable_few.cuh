@@ -27,8 +27,8 @@ struct ChunkRows {
             float partial = 0.0f;
 #pragma unroll
             for (int j = 0; j < kChunkCodes; ++j) {
-                const float w = chunk_value(chunk[r], j);
-                if constexpr (F::kBlockSize != 0) {
+                const float w = chunk_value<F>(chunk[r], j);
+                if constexpr (F::kWhole) {
                     partial = fmaf(w, x[j], partial);
                 } else {
                     partial = j < present ? fmaf(w, x[j], partial) : partial;
@@ -73,7 +73,7 @@ __device__ __forceinline__ int row_chunks(int in_features) { return (in_features
 template <class L>
 __device__ __forceinline__ void gate_up_few(const GateUpArguments& a) {
     constexpr int kFeatures = L::kGated ? kRowsPerWarp / 2 : kRowsPerWarp;
-    constexpr bool kTail = L::Gate::kBlockSize == 0;
+    constexpr bool kTail = !L::Gate::kWhole;
     const int lane = threadIdx.x % 32;
     const int tiles = (a.inter + kFeatures - 1) / kFeatures;
     const long long items = static_cast<long long>(a.routes) * tiles;
@@ -129,7 +129,8 @@ __device__ __forceinline__ void gate_up_few(const GateUpArguments& a) {
             float value = gate.sum[f] + load_bias<typename L::Gate>(fc1, expert, own);
             if constexpr (L::kGated) {
                 const int other = up_row<L::kGating>(feature, a.inter);
-                value = activate_gated(value, up.sum[f] + load_bias<typename L::Up>(third, expert, other), a.scalars);
+                value = activate_gated_as<L::kActivation>(
+                    value, up.sum[f] + load_bias<typename L::Up>(third, expert, other), a.scalars);
             } else {
                 value = activate<L::kActivation>(value);
             }
@@ -141,7 +142,7 @@ __device__ __forceinline__ void gate_up_few(const GateUpArguments& a) {
 // One slot's FC2 with bias for kRowsPerWarp features from `first` on, by one warp; lane f writes feature first + f.
 template <class F>
 __device__ __forceinline__ void down_slot(const DownArguments& a, long long route, int first, float* result) {
-    constexpr bool kTail = F::kBlockSize == 0;
+    constexpr bool kTail = !F::kWhole;
     const int lane = threadIdx.x % 32;
     const int expert = a.route_experts[route];
     const Matrix fc2 = fc2_matrix(a);

@@ -35,7 +35,7 @@ __device__ __forceinline__ void store_chunk(float (*weights)[kTileRows], const C
     const int first = static_cast<int>(threadIdx.x) / kTileRows * kChunkCodes;
 #pragma unroll
     for (int j = 0; j < kChunkCodes; ++j) {
-        weights[first + j][column] = j < present ? chunk_value(chunk, j) : 0.0f;
+        weights[first + j][column] = j < present ? chunk_value<F>(chunk, j) : 0.0f;
     }
 }
 
@@ -165,7 +165,7 @@ __device__ __forceinline__ void gate_up_many(const GateUpArguments& a) {
                 }
                 float value = result[m][c] + bias;
                 if constexpr (L::kGated) {
-                    value = activate_gated(value, result[m][c + 4] + up_bias, a.scalars);
+                    value = activate_gated_as<L::kActivation>(value, result[m][c + 4] + up_bias, a.scalars);
                 } else {
                     value = activate<L::kActivation>(value);
                 }

@@ -1,8 +1,9 @@
-// Integer weight formats on the device: addresses, loads and the one decode rule.
+// Weight formats on the device: addresses, loads and the one decode rule of each.
 //
 // A row of codes is a bit stream, least-significant bits first, padded to a byte. It is read in chunks of 16 codes,
 // which is the smallest block: a chunk has one scale and one zero point, and 2 * bits whole bytes. A value is
-// (code - zero point) * scale in float: the difference is exact, the product rounded once.
+// element * scale in float, rounded once. The element of an integer is code - zero point, which is exact for packed zero
+// points; that of a small float is its value. A scale per expert is multiplied into those of the blocks.
 
 #pragma once
 
@@ -12,13 +13,23 @@ namespace qmoe {
 
 constexpr int kChunkCodes = 16;
 
-// Format of one quantized matrix. BlockSize 0 is row-wise; Bias void is no bias; LoadBytes is the width of a code
-// load, at most what every row's address is aligned to.
-template <int Bits, int BlockSize, bool ZeroPoints, class ScaleType, class BiasType, int LoadBytes>
+// What a code spells.
+enum class Element { kInteger, kE2m1, kE4m3 };
+
+// Format of one quantized matrix. BlockSize 0 is row-wise; Scale void is none but the global one; Bias void is no bias;
+// LoadBytes is the width of a code load, at most what every row's address is aligned to. Zero is the type of zero
+// points, void if they are packed codes. BlockRows rows share their scales; the last block of a row may then be cut.
+template <int Bits, int BlockSize, bool ZeroPoints, class ScaleType, class BiasType, int LoadBytes,
+          Element element = Element::kInteger, class ZeroType = void, bool GlobalScale = false, int BlockRows = 1>
 struct Format {
     static constexpr int kBits = Bits;
     static constexpr int kBlockSize = BlockSize;
     static constexpr bool kZeroPoints = ZeroPoints;
+    static constexpr Element kElement = element;
+    static constexpr bool kGlobalScale = GlobalScale;
+    static constexpr int kBlockRows = BlockRows;
+    static constexpr bool kWhole = BlockSize != 0 && BlockRows == 1;  // rows are whole chunks
+    using Zero = ZeroType;
     static constexpr int kChunkBytes = 2 * Bits;
     static constexpr int kLoadBytes = LoadBytes;
     using Scale = ScaleType;
@@ -36,9 +47,11 @@ struct Matrix {
     const unsigned char* zero_points;
     int out_features;
     int in_features;
+    const float* global_scales = nullptr;  // [E]
 };
 
-// One row of one expert's matrix. Row-wise formats hold their scale and zero point here.
+// One row of one expert's matrix. Row-wise formats hold their scale and zero point here; with blocks, scale is the
+// global one.
 struct MatrixRow {
     const unsigned char* codes;
     const void* scales;
@@ -47,7 +60,7 @@ struct MatrixRow {
     float shifted_zero;
 };
 
-// Sixteen codes with their scale and 2^23 + zero point.
+// Sixteen codes with their scale and 2^23 + zero point, or the zero point itself where it is a float.
 template <int Bits>
 struct Chunk {
     static constexpr int kWords = (Bits + 1) / 2;
@@ -88,7 +101,12 @@ __device__ __forceinline__ float load_scale(const T* scales, long long index) {
 
 template <class F>
 __device__ __forceinline__ int row_blocks(int in_features) {
-    return F::kBlockSize ? in_features / (F::kBlockSize ? F::kBlockSize : 1) : 1;
+    return F::kBlockSize ? (in_features + F::kBlockSize - 1) / (F::kBlockSize ? F::kBlockSize : 1) : 1;
+}
+
+template <class F>
+__device__ __forceinline__ float load_zero(const void* zero_points, long long index) {
+    return load_scale(static_cast<const typename F::Zero*>(zero_points), index);
 }
 
 template <class F>
@@ -97,17 +115,31 @@ __device__ __forceinline__ MatrixRow matrix_row(const Matrix& matrix, long long 
     const int blocks = row_blocks<F>(matrix.in_features);
     MatrixRow result;
     result.codes = matrix.weights + index * packed_bytes<F::kBits>(matrix.in_features);
-    result.scales = static_cast<const typename F::Scale*>(matrix.scales) + index * blocks;
+    result.scales = nullptr;
     result.zero_points = nullptr;
-    result.scale = 0.0f;
+    result.scale = F::kGlobalScale ? __ldg(matrix.global_scales + expert) : 1.0f;
     result.shifted_zero = shifted_integer(1u << (F::kBits - 1));
+    if constexpr (!kIsVoid<typename F::Scale>) {
+        const int bands = (matrix.out_features + F::kBlockRows - 1) / F::kBlockRows;
+        const long long band = F::kBlockRows == 1 ? index : expert * bands + row / F::kBlockRows;
+        result.scales = static_cast<const typename F::Scale*>(matrix.scales) + band * blocks;
+    }
+    if constexpr (F::kZeroPoints && !kIsVoid<typename F::Zero>) {
+        const auto* own = reinterpret_cast<const typename F::Zero*>(matrix.zero_points) + index * blocks;
+        result.zero_points = reinterpret_cast<const unsigned char*>(own);
+    }
     if constexpr (F::kBlockSize == 0) {
-        result.scale = load_scale(static_cast<const typename F::Scale*>(result.scales), 0);
-        if constexpr (F::kZeroPoints) {
+        if constexpr (!kIsVoid<typename F::Scale>) {
+            result.scale *= load_scale(static_cast<const typename F::Scale*>(result.scales), 0);
+        }
+        if constexpr (!F::kZeroPoints) {
+        } else if constexpr (!kIsVoid<typename F::Zero>) {
+            result.shifted_zero = load_zero<F>(result.zero_points, 0);
+        } else {
             const unsigned char* own = matrix.zero_points + expert * packed_bytes<F::kBits>(matrix.out_features);
             result.shifted_zero = shifted_integer(read_code<F::kBits>(own, row));
         }
-    } else if constexpr (F::kZeroPoints) {
+    } else if constexpr (F::kZeroPoints && kIsVoid<typename F::Zero>) {
         result.zero_points = matrix.zero_points + index * packed_bytes<F::kBits>(blocks);
     }
     return result;
@@ -151,7 +183,7 @@ template <class F>
 __device__ __forceinline__ Chunk<F::kBits> load_chunk(const MatrixRow& row, int index, int in_features) {
     Chunk<F::kBits> chunk;
     const long long first = static_cast<long long>(index) * F::kChunkBytes;
-    if (F::kBlockSize != 0 || (index + 1) * static_cast<long long>(kChunkCodes) <= in_features) {
+    if (F::kWhole || (index + 1) * static_cast<long long>(kChunkCodes) <= in_features) {
         load_codes<F>(row.codes + first, chunk);
     } else {
         const int present = static_cast<int>(packed_bytes<F::kBits>(in_features) - first);
@@ -166,7 +198,13 @@ __device__ __forceinline__ Chunk<F::kBits> load_chunk(const MatrixRow& row, int 
     if constexpr (F::kBlockSize != 0) {
         const int block = index / (F::kBlockSize / kChunkCodes);
         chunk.scale = load_scale(static_cast<const typename F::Scale*>(row.scales), block);
-        if constexpr (F::kZeroPoints) {
+        if constexpr (F::kGlobalScale) {
+            chunk.scale *= row.scale;
+        }
+        if constexpr (!F::kZeroPoints) {
+        } else if constexpr (!kIsVoid<typename F::Zero>) {
+            chunk.shifted_zero = load_zero<F>(row.zero_points, block);
+        } else {
             chunk.shifted_zero = shifted_integer(read_code<F::kBits>(row.zero_points, block));
         }
     }
@@ -174,15 +212,27 @@ __device__ __forceinline__ Chunk<F::kBits> load_chunk(const MatrixRow& row, int 
 }
 
 // The decode rule: value j of a chunk.
-template <int Bits>
-__device__ __forceinline__ float chunk_value(const Chunk<Bits>& chunk, int j) {
-    const int word = j * Bits / 32;
-    const int shift = j * Bits % 32;
+template <class F>
+__device__ __forceinline__ float chunk_value(const Chunk<F::kBits>& chunk, int j) {
+    constexpr int kBits = F::kBits;
+    const int word = j * kBits / 32;
+    const int shift = j * kBits % 32;
     unsigned code = chunk.words[word] >> shift;
-    if (shift + Bits > 32) {
+    if (shift + kBits > 32) {
         code |= chunk.words[word + 1] << (32 - shift);
     }
-    return (shifted_integer(code & ((1u << Bits) - 1u)) - chunk.shifted_zero) * chunk.scale;
+    code &= (1u << kBits) - 1u;
+    if constexpr (F::kElement == Element::kE2m1) {
+        // As for E4M3: the exponent's bias is 1, so the bits of a float are 2^126 too small.
+        constexpr float kBias = __builtin_bit_cast(float, (127u + 126u) << 23);
+        return __uint_as_float((code & 8u) << 28 | (code & 7u) << 22) * kBias * chunk.scale;
+    } else if constexpr (F::kElement == Element::kE4m3) {
+        return to_float(E4M3{static_cast<unsigned char>(code)}) * chunk.scale;
+    } else if constexpr (F::kZeroPoints && !kIsVoid<typename F::Zero>) {
+        return (shifted_integer(code) - shifted_integer(0) - chunk.shifted_zero) * chunk.scale;
+    } else {
+        return (shifted_integer(code) - chunk.shifted_zero) * chunk.scale;
+    }
 }
 
 // --- activations ----------------------------------------------------------------------------------------------------

@@ -136,6 +136,28 @@ __device__ __forceinline__ float warp_ordered_sum(int count, int lane, Value val
     return sum;
 }
 
+// 1 / sum of exp(x - own) over the experts near the own logit: own - x <= 0.02 max(|x|, own), but for those that an
+// earlier slot selected.
+template <class Logit>
+__device__ __forceinline__ float sparse_mixer_weight(const Logit* logits, int experts, int slot, int lane,
+                                                     const int* selected) {
+    const float own = to_float(logits[selected[slot]]);
+    float sum = 0.0f;
+    for (int expert = lane; expert < experts; expert += 32) {
+        bool left = true;
+        for (int earlier = 0; earlier < slot; ++earlier) {
+            left = left && selected[earlier] != expert;
+        }
+        const float value = to_float(logits[expert]);
+        const float magnitude = fabsf(value);
+        const float reach = 0.02f * (magnitude > own ? magnitude : own);
+        if (left && !(own - value > reach)) {
+            sum += expf(value - own);
+        }
+    }
+    return 1.0f / warp_sum(sum);
+}
+
 // Weights of the selected experts. Weight is the type of router_weights, void where the logits' softmax is used.
 template <class Logit, class Weight, bool normalize>
 __device__ __forceinline__ void weigh_experts(const Logit* logits, const void* router_weights, int experts, int top_k,
@@ -175,9 +197,9 @@ struct RouteArguments {
 
 // One warp owns a row: it reads the row's logits (and router weights) and writes its top_k experts and weights. Rows
 // past valid_rows get expert -1 and weight 0, by which the kernels that follow know them. An armed telemetry record
-// is advanced by the call's valid rows. A row's logits stay in the
-// first-level cache between the rounds; the rounds' latency bounds it.
-template <class Logit, class Weight, bool normalize>
+// is advanced by the call's valid rows. A row's logits stay in the first-level cache between the rounds; the rounds'
+// latency bounds it.
+template <class Logit, class Weight, bool normalize, bool sparse_mixer>
 __device__ __forceinline__ void route_rows(const RouteArguments& a) {
     const int lane = threadIdx.x % 32;
     const int warps = blockDim.x / 32;
@@ -203,7 +225,17 @@ __device__ __forceinline__ void route_rows(const RouteArguments& a) {
         if (record) {
             record_row(record, row, valid, selected, lane, 32);
         }
-        weigh_experts<Logit, Weight, normalize>(logits, given, a.experts, a.top_k, lane, selected, weights);
+        if constexpr (sparse_mixer) {
+            __syncwarp();
+            for (int slot = 0; slot < a.top_k; ++slot) {
+                const float weight = sparse_mixer_weight(logits, a.experts, slot, lane, selected);
+                if (lane == 0) {
+                    weights[slot] = weight;
+                }
+            }
+        } else {
+            weigh_experts<Logit, Weight, normalize>(logits, given, a.experts, a.top_k, lane, selected, weights);
+        }
     }
     if (record) {
         __syncthreads();

@@ -32,7 +32,7 @@ __all__ = [
     "route_step",
 ]
 
-VERSION = 2
+VERSION = 3
 MAX_GRID_X = 2**31 - 1
 _ROUTE_THREADS = 128
 _GROUP_THREADS = 1024
@@ -108,8 +108,11 @@ def route_module(call: CallDescription) -> ModuleSource:
     """The module of :func:`route_step`."""
     logits, weights = call.router_dtype, call.router_weights_dtype
     normalize = bool(call.node.normalize_routing_weights)
-    name = module_name("route", VERSION, dtype_tag(logits), dtype_tag(weights), "normalized" if normalize else "raw")
-    body = f"qmoe::route_rows<{device_type(logits)}, {device_type(weights)}, {str(normalize).lower()}>"
+    sparse = bool(call.node.use_sparse_mixer)
+    how = "sparse" if sparse else "normalized" if normalize else "raw"
+    name = module_name("route", VERSION, dtype_tag(logits), dtype_tag(weights), how)
+    flags = f"{str(normalize).lower()}, {str(sparse).lower()}"
+    body = f"qmoe::route_rows<{device_type(logits)}, {device_type(weights)}, {flags}>"
     entry = Entry("route", RouteArguments, "qmoe::RouteArguments", body, _ROUTE_THREADS)
     return translation_unit(name, ("route.cuh",), (), (entry,), structs=(RECORD_LAYOUT,))
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from ml_dtypes import bfloat16
+from ml_dtypes import bfloat16, float8_e4m3fn, float8_e8m0fnu
 
 from qmoe_ep.kernels.plan import ModuleSource
 
@@ -28,6 +28,8 @@ _DTYPES = {
     np.dtype(np.float32): ("float", "f32"),
     np.dtype(np.float16): ("qmoe::Float16", "f16"),
     np.dtype(bfloat16): ("qmoe::BFloat16", "bf16"),
+    np.dtype(float8_e8m0fnu): ("qmoe::E8M0", "e8m0"),
+    np.dtype(float8_e4m3fn): ("qmoe::E4M3", "e4m3"),
 }
 
 

@@ -14,11 +14,12 @@ from qmoe_ep.onnx.model import load_model, stored_tensors, walk_nodes
 from qmoe_ep.onnx.output import ModelWriter, check_target, keep_external
 from qmoe_ep.onnx.tensors import is_external
 from qmoe_ep.operator import MATRIX_INPUTS, Layout, check_claim, resolve_layout
-from qmoe_ep.quantization import raw_to_sm80, sm80_to_raw
+from qmoe_ep.quantization import raw_to_sm80, raw_weights
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from qmoe_ep.formats import MatrixLayout, WeightFormat
     from qmoe_ep.onnx.model import LoadedModel, QMoENodeEntry
 
 __all__ = ["convert_layout"]
@@ -26,9 +27,10 @@ __all__ = ["convert_layout"]
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A packed tensor that changes its order: the width of its codes, and whose it is."""
+    """A packed tensor that changes its order: from which, the width of its codes, and whose it is."""
 
     tensor: onnx.TensorProto
+    stored: MatrixLayout
     bits: int
     node: str
 
@@ -46,7 +48,7 @@ def convert_layout(
     ----------
     source : model file
     target : file to write; external data goes to one file next to it, named like it with ``.data`` added
-    layout : order in the target: "raw" (``weights_prepacked=0``) or "sm80" (``weights_prepacked=1``, 2 and 4 bits)
+    layout : order in the target: "raw" or, for integers of 2 and 4 bits, "sm80"
     weights_layout : order in the source, where its attribute doesn't tell or is wrong
 
     Returns
@@ -69,11 +71,11 @@ def convert_layout(
         for change in _changes(loaded, entry, layout, weights_layout):
             changing.add(id(entry.proto))
             known = changes.setdefault(id(change.tensor), change)
-            if known.bits != change.bits:
-                raise QMoEError(f"{known.node} and {change.node} read {change.tensor.name!r} at different widths")
+            if (known.bits, known.stored) != (change.bits, change.stored):
+                raise QMoEError(f"{known.node} and {change.node} read {change.tensor.name!r} differently")
     _check_readers(loaded, changes, changing)
     for entry in entries:
-        _state_layout(entry.proto, layout)
+        _state_layout(entry.proto, layout, entry.node.form)
     with ModelWriter(target) as writer:
         for tensor in stored_tensors(loaded.proto):
             if id(tensor) in changes:
@@ -88,7 +90,8 @@ def _changes(loaded: LoadedModel, entry: QMoENodeEntry, layout: Layout, weights_
     """The packed tensors of a node that aren't in the wanted order."""
     where = f"{loaded.path}: node {entry.node.name or entry.node_id!r}"
     check_claim(entry.node, weights_layout)
-    if resolve_layout(entry.node, weights_layout) == layout:
+    stored = resolve_layout(entry.node, weights_layout)
+    if stored == layout:
         return []
     check_claim(entry.node, layout)
     changes = []
@@ -98,7 +101,7 @@ def _changes(loaded: LoadedModel, entry: QMoENodeEntry, layout: Layout, weights_
             continue
         if index not in entry.constants:
             raise QMoEError(f"{where}: {matrix}_experts_weights ({name!r}) must be an initializer to be converted")
-        changes.append(_Change(entry.constants[index], entry.node.bits(matrix), where))
+        changes.append(_Change(entry.constants[index], stored, entry.node.bits(matrix), where))
     return changes
 
 
@@ -112,18 +115,24 @@ def _check_readers(loaded: LoadedModel, changes: dict[int, _Change], changing: s
                 raise QMoEError(f"{loaded.path}: {reader} reads {name!r} as it is stored; give it a copy of its own")
 
 
-def _state_layout(proto: onnx.NodeProto, layout: Layout) -> None:
+def _state_layout(proto: onnx.NodeProto, layout: Layout, form: WeightFormat) -> None:
+    """What 4-bit floats call 1 is what integers call 0."""
+    value = int((layout == "sm80") != (form.element == "e2m1"))
     kept = [attribute for attribute in proto.attribute if attribute.name != "weights_prepacked"]
     del proto.attribute[:]
-    proto.attribute.extend([*kept, onnx.helper.make_attribute("weights_prepacked", int(layout == "sm80"))])
+    proto.attribute.extend([*kept, onnx.helper.make_attribute("weights_prepacked", value)])
 
 
 def _replace(loaded: LoadedModel, change: _Change, layout: Layout, writer: ModelWriter) -> None:
     packed: NDArray[Any] = loaded.read(change.tensor)
     try:
-        converted = (raw_to_sm80 if layout == "sm80" else sm80_to_raw)(packed, bits=change.bits)
+        converted = raw_weights(packed, change.stored, bits=change.bits)
+        if layout == "sm80":
+            converted = raw_to_sm80(converted, bits=change.bits)
     except QMoEError as error:
         raise QMoEError(f"{loaded.path}: tensor {change.tensor.name!r}: {error}") from error
+    del change.tensor.dims[:]
+    change.tensor.dims.extend(converted.shape)
     if is_external(change.tensor):
         writer.store(change.tensor, converted)
     else:

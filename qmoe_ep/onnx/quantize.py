@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import onnx
+from numpy.typing import NDArray
 
 from qmoe_ep.call import FLOAT_DTYPES
 from qmoe_ep.errors import QMoEError
+from qmoe_ep.float_quantization import quantize_float_experts
+from qmoe_ep.formats import FORMATS, WeightFormat
 from qmoe_ep.onnx.model import (
     FLOAT_OP_TYPE,
     LoadedModel,
@@ -27,7 +30,7 @@ from qmoe_ep.onnx.model import (
 )
 from qmoe_ep.onnx.output import ModelWriter, check_target, keep_external
 from qmoe_ep.onnx.tensors import is_external, numpy_dtype, tensor_shape
-from qmoe_ep.operator import DOMAIN, MATRIX_INPUTS, OP_TYPE, unsupported_reason
+from qmoe_ep.operator import DOMAIN, GLOBAL_SCALES, MATRIX_INPUTS, OP_TYPE, unsupported_reason
 from qmoe_ep.quantization import quantize_experts
 
 __all__ = ["ConvertedNode", "quantize_model"]
@@ -60,9 +63,30 @@ class ConvertedNode:
 
 @dataclass(frozen=True, slots=True)
 class _Format:
+    quant_type: str
     bits: int
     block_size: int
     symmetric: bool
+
+    @property
+    def form(self) -> WeightFormat:
+        return FORMATS[self.quant_type]
+
+    @property
+    def scaled(self) -> bool:
+        return bool(not self.form.square_blocks or self.block_size)
+
+    @property
+    def has_zero_points(self) -> bool:
+        return self.quant_type == "int" and not self.symmetric
+
+    @property
+    def has_global_scale(self) -> bool:
+        return self.form.global_scale == "always" or not self.scaled
+
+
+_Names: TypeAlias = "tuple[str, str, str, str]"
+"""Of packed weights, scales, zero points and global scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +104,7 @@ def quantize_model(
     bits: int = 4,
     block_size: int = 32,
     symmetric: bool = True,
+    quant_type: str = "int",
     progress: Progress | None = None,
 ) -> list[ConvertedNode]:
     """Write a copy of a model whose float MoE nodes are QMoE nodes.
@@ -88,7 +113,8 @@ def quantize_model(
     ----------
     source : model file
     target : file to write; external data goes to one file next to it, named like it with ``.data`` added
-    bits, block_size, symmetric : the format, as for :func:`qmoe_ep.quantize_experts`; block size 0 is row-wise
+    bits, block_size, symmetric : of integers, as for :func:`qmoe_ep.quantize_experts`; block size 0 is row-wise
+    quant_type : "int", or a format of :func:`qmoe_ep.quantize_float_experts`, of which only fp8 heeds block_size
     progress : called with (tensors done, tensors in all, name of the one just done)
 
     Returns
@@ -103,7 +129,9 @@ def quantize_model(
     source, target = Path(source), Path(target)
     loaded = load_model(source)
     check_target(loaded, source, target)
-    fmt = _Format(bits, max(block_size, 0), symmetric)
+    if quant_type not in FORMATS:
+        raise QMoEError(f"quant_type must be one of {', '.join(FORMATS)}, got {quant_type!r}")
+    fmt = _Format(quant_type, bits, max(block_size, 0), symmetric)
     plans = _plans(loaded)
     if not plans:
         raise QMoEError(f"{source}: no {DOMAIN}::{FLOAT_OP_TYPE} node to quantize")
@@ -111,6 +139,11 @@ def quantize_model(
     names = _new_names(loaded.proto.graph, replaced.values())
     converted = [ConvertedNode(plan.proto.name, tuple(t.name for t in plan.weights.values())) for plan in plans]
     for plan in plans:
+        if "fc3" in plan.weights and fmt.has_global_scale and quant_type in ("nvfp4", "fp8"):
+            raise QMoEError(
+                f"{source}: node {plan.proto.name!r}: FC1 and FC3 share a global scale, but {quant_type} makes one for "
+                "each matrix; use fp4, or fp8 with a block size"
+            )
         _convert_node(plan, names, fmt)
     dropped = set(replaced) & _unused(loaded.proto.graph)
     with ModelWriter(target) as writer:
@@ -160,25 +193,32 @@ def _check_weights(where: str, proto: onnx.NodeProto, weights: dict[str, onnx.Te
             )
 
 
-def _convert_node(plan: _Plan, names: dict[int, tuple[str, str, str]], fmt: _Format) -> None:
+def _convert_node(plan: _Plan, names: dict[int, _Names], fmt: _Format) -> None:
     proto, old = plan.proto, list(plan.proto.input)
-    new = [*old[:2], *[""] * 12]
+    new = [*old[:2], *[""] * 15]
     for matrix, (weights, scales, bias, zero_points) in MATRIX_INPUTS.items():
         float_bias = _FLOAT_INPUTS[matrix][1]
         if float_bias < len(old):
             new[bias] = old[float_bias]
         if matrix in plan.weights:
-            new[weights], new[scales], points = names[id(plan.weights[matrix])]
-            new[zero_points] = "" if fmt.symmetric else points
+            new[weights], scale, points, given = names[id(plan.weights[matrix])]
+            new[scales] = scale if fmt.scaled else ""
+            new[zero_points] = points if fmt.has_zero_points else ""
+            if fmt.has_global_scale and matrix != "fc3":
+                new[GLOBAL_SCALES[matrix]] = given
     while not new[-1]:
         new.pop()
     del proto.input[:]
     proto.input.extend(new)
     proto.op_type = OP_TYPE
-    proto.attribute.append(onnx.helper.make_attribute("expert_weight_bits", fmt.bits))
-    if fmt.block_size:
-        proto.attribute.append(onnx.helper.make_attribute("block_size", fmt.block_size))
-    proto.attribute.append(onnx.helper.make_attribute("weights_prepacked", 0))
+    proto.attribute.append(onnx.helper.make_attribute("expert_weight_bits", fmt.form.bits or fmt.bits))
+    if size := fmt.form.block_size or fmt.block_size:
+        proto.attribute.append(onnx.helper.make_attribute("block_size", size))
+    if fmt.quant_type != "int":
+        proto.attribute.append(onnx.helper.make_attribute("quant_type", fmt.quant_type))
+    # Rows of input features: what integers call 0, 4-bit floats call 1.
+    raw = int(fmt.form.element == "e2m1")
+    proto.attribute.append(onnx.helper.make_attribute("weights_prepacked", raw))
     if (reason := unsupported_reason(proto)) is not None:
         raise QMoEError(f"node {proto.name!r} would not run as QMoE: {reason}")
 
@@ -186,8 +226,8 @@ def _convert_node(plan: _Plan, names: dict[int, tuple[str, str, str]], fmt: _For
 # --- tensors ---------------------------------------------------------------------------------------
 
 
-def _new_names(graph: onnx.GraphProto, tensors: Iterable[onnx.TensorProto]) -> dict[int, tuple[str, str, str]]:
-    """Unused names of the packed weights, scales and zero points that replace each tensor, by its id."""
+def _new_names(graph: onnx.GraphProto, tensors: Iterable[onnx.TensorProto]) -> dict[int, _Names]:
+    """Unused names of what replaces each tensor, by its id."""
     taken = names_used(graph)
     for inner in walk_graphs(graph):
         taken.update(tensor.name for tensor in inner.initializer)
@@ -201,9 +241,15 @@ def _new_names(graph: onnx.GraphProto, tensors: Iterable[onnx.TensorProto]) -> d
         taken.add(candidate)
         return candidate
 
-    suffixes = ("quantized", "scales", "zero_points")
-    fresh_names = {id(t): [fresh(f"{t.name}_{suffix}") for suffix in suffixes] for t in tensors}
-    return {key: (packed, scales, points) for key, (packed, scales, points) in fresh_names.items()}
+    def names(name: str) -> _Names:
+        return (
+            fresh(f"{name}_quantized"),
+            fresh(f"{name}_scales"),
+            fresh(f"{name}_zero_points"),
+            fresh(f"{name}_global"),
+        )
+
+    return {id(tensor): names(tensor.name) for tensor in tensors}
 
 
 def _unused(graph: onnx.GraphProto) -> set[int]:
@@ -215,7 +261,7 @@ def _unused(graph: onnx.GraphProto) -> set[int]:
 def _write_tensors(
     loaded: LoadedModel,
     replaced: dict[int, onnx.TensorProto],
-    names: dict[int, tuple[str, str, str]],
+    names: dict[int, _Names],
     dropped: set[int],
     fmt: _Format,
     writer: ModelWriter,
@@ -243,18 +289,29 @@ def _write_tensors(
         graph.initializer.extend(fresh)
 
 
+def _quantize(weights: NDArray[Any], fmt: _Format) -> tuple[NDArray[Any] | None, ...]:
+    """Packed weights, scales, zero points and global scales."""
+    if fmt.quant_type == "int":
+        integers = quantize_experts(
+            weights, bits=fmt.bits, block_size=fmt.block_size, symmetric=fmt.symmetric, scale_dtype=weights.dtype
+        )
+        return integers.packed, integers.scales, integers.zero_points, None
+    # The block size is one of fp8's, which has a choice, or the default of integers, which is none of theirs.
+    size = fmt.block_size if fmt.form.square_blocks else None
+    floats = quantize_float_experts(weights, quant_type=fmt.quant_type, block_size=size, scale_dtype=weights.dtype)
+    return floats.packed, floats.scales, None, floats.global_scale
+
+
 def _quantized(
-    loaded: LoadedModel, tensor: onnx.TensorProto, names: tuple[str, str, str], fmt: _Format, writer: ModelWriter
+    loaded: LoadedModel, tensor: onnx.TensorProto, names: _Names, fmt: _Format, writer: ModelWriter
 ) -> list[onnx.TensorProto]:
     weights = loaded.read(tensor)
     try:
-        result = quantize_experts(
-            weights, bits=fmt.bits, block_size=fmt.block_size, symmetric=fmt.symmetric, scale_dtype=weights.dtype
-        )
+        arrays = _quantize(weights, fmt)
     except QMoEError as error:
         raise QMoEError(f"{loaded.path}: tensor {tensor.name!r}: {error}") from error
     stored = []
-    for name, array in zip(names, (result.packed, result.scales, result.zero_points), strict=True):
+    for name, array in zip(names, arrays, strict=True):
         if array is None:
             continue
         element = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)

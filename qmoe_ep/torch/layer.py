@@ -9,7 +9,8 @@ import torch
 
 from qmoe_ep.call import OperandType, describe_experts
 from qmoe_ep.errors import QMoEError
-from qmoe_ep.operator import INPUT_NAMES, MATRIX_INPUTS, QMoENode, check_claim
+from qmoe_ep.formats import E4M3, E8M0
+from qmoe_ep.operator import GLOBAL_SCALES, INPUT_NAMES, MATRIX_INPUTS, QMoENode, check_claim
 from qmoe_ep.torch.operation import ATTRIBUTES, DTYPES, qmoe
 from qmoe_ep.torch.telemetry import create_producer
 
@@ -20,7 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["QMoELayer"]
 
-_WEIGHTS = tuple(sorted(index for indices in MATRIX_INPUTS.values() for index in indices))
+_WEIGHTS = tuple(sorted({i for indices in MATRIX_INPUTS.values() for i in indices} | set(GLOBAL_SCALES.values())))
+# PyTorch has float8_e8m0fnu since 2.7.
+_FLOAT8 = {
+    getattr(torch, name): dtype
+    for name, dtype in (("float8_e4m3fn", E4M3), ("float8_e8m0fnu", E8M0))
+    if hasattr(torch, name)
+}
 
 
 class QMoELayer(torch.nn.Module):
@@ -32,7 +39,8 @@ class QMoELayer(torch.nn.Module):
     Parameters
     ----------
     node : the attributes; weights are raw whatever ``weights_prepacked`` says
-    weights : operands by input index of the ONNX operator, tensors or arrays (taken without a copy)
+    weights : operands by input index of the ONNX operator, tensors or arrays (taken without a copy); 8-bit floats are
+        kept as their bytes, uint8, which no conversion of the module's type touches
 
     Attributes
     ----------
@@ -46,10 +54,10 @@ class QMoELayer(torch.nn.Module):
     """
 
     fc1_experts_weights: torch.Tensor
-    fc1_scales: torch.Tensor
+    fc1_scales: torch.Tensor | None
     fc1_experts_bias: torch.Tensor | None
     fc2_experts_weights: torch.Tensor
-    fc2_scales: torch.Tensor
+    fc2_scales: torch.Tensor | None
     fc2_experts_bias: torch.Tensor | None
     fc3_experts_weights: torch.Tensor | None
     fc3_scales: torch.Tensor | None
@@ -57,6 +65,8 @@ class QMoELayer(torch.nn.Module):
     fc1_zero_points: torch.Tensor | None
     fc2_zero_points: torch.Tensor | None
     fc3_zero_points: torch.Tensor | None
+    fc1_global_scale: torch.Tensor | None
+    fc2_global_scale: torch.Tensor | None
 
     def __init__(self, node: QMoENode, weights: Mapping[int, Any]) -> None:
         super().__init__()
@@ -65,13 +75,17 @@ class QMoELayer(torch.nn.Module):
             if index not in _WEIGHTS:
                 raise QMoEError(f"weights: {index} is not the input index of a weight; expected some of {_WEIGHTS}")
         tensors = {index: _tensor(value, index) for index, value in weights.items() if value is not None}
-        types = {i: OperandType(tuple(t.shape), DTYPES.get(t.dtype, np.dtype(object))) for i, t in tensors.items()}
+        dtypes = {**DTYPES, **_FLOAT8}
+        types = {i: OperandType(tuple(t.shape), dtypes.get(t.dtype, np.dtype(object))) for i, t in tensors.items()}
         experts = describe_experts(node, types, weights_layout="raw")
         self.node = node
         self.num_experts, self.hidden_size = experts.num_experts, experts.hidden_size
         self.inter_size = experts.inter_size
         for index in _WEIGHTS:
-            self.register_buffer(INPUT_NAMES[index], tensors.get(index))
+            tensor = tensors.get(index)
+            if tensor is not None and tensor.dtype in _FLOAT8:
+                tensor = tensor.view(torch.uint8)
+            self.register_buffer(INPUT_NAMES[index], tensor)
         # Plain values, for tracers.
         self._attributes: dict[str, Any] = {name: getattr(node, name) for name in ATTRIBUTES}
         self._telemetry: RouteTelemetry | None = None
@@ -117,6 +131,8 @@ class QMoELayer(torch.nn.Module):
             self.fc2_zero_points,
             self.fc3_zero_points,
             router_weights,
+            self.fc1_global_scale,
+            self.fc2_global_scale,
             **self._attributes,
             telemetry=self._telemetry_handle,
         )
@@ -146,7 +162,8 @@ class QMoELayer(torch.nn.Module):
         """Sizes and format."""
         return (
             f"experts={self.num_experts}, k={self.node.k}, hidden={self.hidden_size}, inter={self.inter_size}, "
-            f"bits={self.node.expert_weight_bits}, block_size={self.node.blocks or None}, "
+            f"{'' if self.node.quant_type == 'int' else f'quant_type={self.node.quant_type}, '}"
+            f"bits={self.node.bits('fc1')}, block_size={self.node.blocks or None}, "
             f"activation={self.node.activation_type}"
         )
 
@@ -157,7 +174,9 @@ def _tensor(value: Any, index: int) -> torch.Tensor:
         array = np.ascontiguousarray(value) if value.flags.writeable else value.copy()
         if array.dtype == DTYPES[torch.bfloat16]:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-        value = torch.from_numpy(array)
+        small = [kind for kind, dtype in _FLOAT8.items() if dtype == array.dtype]
+        value = torch.from_numpy(array.view(np.uint8) if array.dtype in (E4M3, E8M0) else array)
+        value = value.view(*small) if small else value
     if not isinstance(value, torch.Tensor):
         raise QMoEError(f"{INPUT_NAMES[index]}: expected a tensor or an array, got {type(value).__name__}; convert it")
     return value.detach().contiguous()

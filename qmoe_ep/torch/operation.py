@@ -39,6 +39,9 @@ ATTRIBUTES = (
     "fc2_expert_weight_bits",
     "fc3_expert_weight_bits",
     "block_size",
+    "quant_type",
+    "use_sparse_mixer",
+    "swiglu_limit_after_activation",
 )
 """Attributes of the node that the operator takes, in the order of its keyword arguments."""
 
@@ -55,9 +58,9 @@ def _qmoe(
     input: torch.Tensor,
     router_probs: torch.Tensor,
     fc1_experts_weights: torch.Tensor,
-    fc1_scales: torch.Tensor,
+    fc1_scales: torch.Tensor | None,
     fc2_experts_weights: torch.Tensor,
-    fc2_scales: torch.Tensor,
+    fc2_scales: torch.Tensor | None,
     fc1_experts_bias: torch.Tensor | None = None,
     fc2_experts_bias: torch.Tensor | None = None,
     fc3_experts_weights: torch.Tensor | None = None,
@@ -67,6 +70,8 @@ def _qmoe(
     fc2_zero_points: torch.Tensor | None = None,
     fc3_zero_points: torch.Tensor | None = None,
     router_weights: torch.Tensor | None = None,
+    fc1_global_scale: torch.Tensor | None = None,
+    fc2_global_scale: torch.Tensor | None = None,
     *,
     k: int = 1,
     activation_type: str = "relu",
@@ -80,6 +85,9 @@ def _qmoe(
     fc2_expert_weight_bits: int | None = None,
     fc3_expert_weight_bits: int | None = None,
     block_size: int | None = None,
+    quant_type: str = "int",
+    use_sparse_mixer: int = 0,
+    swiglu_limit_after_activation: int = 0,
     telemetry: int = 0,
 ) -> torch.Tensor:
     """Mixture of quantized experts: the ONNX operator ``com.microsoft::QMoE`` on tensors of one device.
@@ -92,7 +100,7 @@ def _qmoe(
     input : float32, float16 or bfloat16 [rows, H] or [batch, sequence, H]
     router_probs : logits, float [..., E] with as many rows
     fc1_experts_weights, fc1_scales, fc2_experts_weights, ... : operands under their ONNX names, with the shapes of
-        the ONNX operator, contiguous; packed weights in the raw layout
+        the ONNX operator, contiguous; packed weights in the raw layout, whatever the format; 8-bit floats as bytes
     k, activation_type, ... : attributes under their ONNX names
     telemetry : handle of a layer's route telemetry; 0 for none
 
@@ -121,6 +129,8 @@ def _qmoe(
         fc2_zero_points,
         fc3_zero_points,
         router_weights,
+        fc1_global_scale,
+        fc2_global_scale,
     )
     attributes = (
         k,
@@ -135,6 +145,9 @@ def _qmoe(
         fc2_expert_weight_bits,
         fc3_expert_weight_bits,
         block_size,
+        quant_type,
+        use_sparse_mixer,
+        swiglu_limit_after_activation,
     )
     if input.device.type not in ("cuda", "cpu"):
         raise QMoEError(f"input: expected a tensor on a CUDA device or the CPU, got one on {input.device}; move it")
@@ -163,7 +176,7 @@ def _dtype(tensor: torch.Tensor, index: int) -> np.dtype[Any]:
     if dtype is None:
         raise QMoEError(
             f"{INPUT_NAMES[index]}: expected float32, float16, bfloat16, or uint8 where it is packed, got "
-            f"{tensor.dtype}; convert it"
+            f"{tensor.dtype}; convert it, or view 8-bit floats as uint8"
         )
     return dtype
 
@@ -227,4 +240,4 @@ def _array(tensor: torch.Tensor, index: int) -> NDArray[Any]:
 
 @lru_cache(maxsize=1024)
 def _cpu_kernel(attributes: tuple[Any, ...], telemetry: int) -> CpuKernel:
-    return cpu_provider().create_kernel(node_of(attributes), telemetry)
+    return cpu_provider().create_kernel(node_of(attributes), telemetry, weights_layout="raw")

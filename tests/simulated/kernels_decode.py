@@ -62,6 +62,7 @@ def _gate_up(launch: KernelLaunch) -> None:
         activation_type=found[5].lower(),
         activation_alpha=np.float32(a.scalars.alpha),
         activation_beta=np.float32(a.scalars.beta),
+        swiglu_limit_after_activation=0,
         swiglu_limit=np.float32(a.scalars.limit),
     )
     x = view(a.input, (1, hidden), dtype_named(found[1])).astype(np.float32)

@@ -87,6 +87,7 @@ def _gate_up(launch: KernelLaunch) -> None:
         activation_alpha=np.float32(a.scalars.alpha),
         activation_beta=np.float32(a.scalars.beta),
         swiglu_limit=np.float32(a.scalars.limit),
+        swiglu_limit_after_activation=0,
     )
     input_dtype = dtype_named(found[1])
     with np.errstate(all="ignore"):

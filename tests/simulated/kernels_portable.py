@@ -15,10 +15,10 @@ import numpy as np
 
 from qmoe_ep import routing
 from qmoe_ep.activation import activate
-from qmoe_ep.call import packed_bytes
+from qmoe_ep.formats import FORMATS, UINT8, ExpertMatrix, WeightFormat
 from qmoe_ep.kernels.portable import CombineArguments, DownArguments, GateUpArguments
 from qmoe_ep.kernels.route import GroupArguments, RouteArguments
-from qmoe_ep.quantization import dequantize_matrix
+from qmoe_ep.quantization import expand_matrix
 from qmoe_ep.route_record import HEADER_BYTES, RecordView, record_routes
 
 from .kernels import KernelLaunch, simulated_kernel
@@ -29,9 +29,14 @@ _DTYPES: dict[str, np.dtype[Any] | None] = {
     "float": np.dtype(np.float32),
     "qmoe::Float16": np.dtype(np.float16),
     "qmoe::BFloat16": np.dtype(ml_dtypes.bfloat16),
+    "qmoe::E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "qmoe::E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "void": None,
 }
-_FORMAT = re.compile(r"qmoe::Format<(\d+), (\d+), (true|false), ([\w:]+), ([\w:]+), (\d+)>")
+_FORMAT = re.compile(
+    r"qmoe::Format<(\d+), (\d+), (true|false), ([\w:]+), ([\w:]+), \d+"
+    r"(?:, qmoe::Element::k(\w+), ([\w:]+), (true|false), (\d+))?>"
+)
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
@@ -49,44 +54,75 @@ class DeviceFormat:
     bits: int
     block_size: int
     zero_points: bool
-    scale: np.dtype[Any]
+    scale: np.dtype[Any] | None
     bias: np.dtype[Any] | None
+    element: str = "integer"
+    zero: np.dtype[Any] | None = None
+    global_scale: bool = False
+    block_rows: int = 1
 
     @classmethod
     def all_in(cls, source: str) -> list[DeviceFormat]:
         """Return the formats in a source, in order."""
         return [
-            cls(int(bits), int(block), points == "true", dtype_named(scale), _DTYPES[bias])
-            for bits, block, points, scale, bias, _ in _FORMAT.findall(source)
+            cls(
+                int(bits),
+                int(block),
+                points == "true",
+                _DTYPES[scale],
+                _DTYPES[bias],
+                element.lower() or "integer",
+                _DTYPES[zero or "void"],
+                given == "true",
+                int(rows or 1),
+            )
+            for bits, block, points, scale, bias, element, zero, given, rows in _FORMAT.findall(source)
         ]
+
+    def matrix(self, name: str, out: int, inner: int) -> ExpertMatrix:
+        """One matrix of this format."""
+        form = FORMATS["int"]
+        if self.element != "integer":
+            square = self.block_rows > 1 or self.scale is None
+            element: Any = self.element
+            form = WeightFormat("device", element, self.bits, scale_dtypes=(self.scale or UINT8,), square_blocks=square)
+        return ExpertMatrix(
+            name=name,
+            bits=self.bits,
+            block_size=self.block_size,
+            out_features=out,
+            in_features=inner,
+            layout="raw",
+            scale_dtype=self.scale or np.dtype(np.float32),
+            zero_points=self.zero_points,
+            bias_dtype=self.bias,
+            form=form,
+            zero_point_dtype=self.zero or UINT8,
+        )
 
 
 def linear(launch: KernelLaunch, name: str, fmt: DeviceFormat, expert: int, out: int, inner: int, x: Array) -> Array:
     """One expert's product and bias: x float32 [m, inner] to float32 [m, out]."""
-    arguments, view = launch.arguments, launch.memory.view
-    row = packed_bytes(inner, fmt.bits)
-    blocks = inner // fmt.block_size if fmt.block_size else 1
-    item = fmt.scale.itemsize
-    packed = view(getattr(arguments, f"{name}_weights") + expert * out * row, (out, row), np.uint8)
-    scales = view(getattr(arguments, f"{name}_scales") + expert * out * blocks * item, (out, blocks), fmt.scale)
-    points = None
-    if fmt.zero_points:
-        shape = (out, packed_bytes(blocks, fmt.bits)) if fmt.block_size else (packed_bytes(out, fmt.bits),)
-        nbytes = int(np.prod(shape))
-        points = view(getattr(arguments, f"{name}_zero_points") + expert * nbytes, shape, np.uint8)
-    weights = dequantize_matrix(
-        packed, scales, points, bits=fmt.bits, block_size=fmt.block_size, in_features=inner, dtype=np.float32
-    )
+    arguments, matrix = launch.arguments, fmt.matrix(name, out, inner)
+
+    def own(operand: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        nbytes = int(np.prod(shape)) * dtype.itemsize
+        return launch.memory.view(getattr(arguments, f"{name}_{operand}") + expert * nbytes, shape, dtype)
+
+    scales = None if fmt.scale is None else own("scales", matrix.scale_shape, fmt.scale)
+    points = own("zero_points", matrix.zero_point_shape, matrix.zero_point_dtype) if fmt.zero_points else None
+    given = launch.memory.view(arguments.global_scales + 4 * expert, (1,), np.float32) if fmt.global_scale else None
+    codes = own("weights", matrix.weight_shape, UINT8)
+    weights = expand_matrix(matrix, codes, scales, points, None if given is None else float(given[0]))
     y = (x.astype(np.float64) @ weights.T.astype(np.float64)).astype(np.float32)
     if fmt.bias is not None:
-        bias = view(getattr(arguments, f"{name}_bias") + expert * out * fmt.bias.itemsize, (out,), fmt.bias)
-        y += bias.astype(np.float32)
+        y += own("bias", (out,), fmt.bias).astype(np.float32)
     return y
 
 
 @simulated_kernel("route", arguments=RouteArguments)
 def _route(launch: KernelLaunch) -> None:
-    found = re.search(r"route_rows<([\w:]+), ([\w:]+), (true|false)>", launch.source)
+    found = re.search(r"route_rows<([\w:]+), ([\w:]+), (true|false), (true|false)>", launch.source)
     if found is None:
         raise LookupError("no route_rows in the source")
     a, view = launch.arguments, launch.memory.view
@@ -99,7 +135,7 @@ def _route(launch: KernelLaunch) -> None:
     if valid:
         own = None if given is None else given[:valid]
         experts[:valid], weights[:valid] = routing.route(
-            logits[:valid], own, top_k=a.top_k, normalize=found[3] == "true"
+            logits[:valid], own, top_k=a.top_k, normalize=found[3] == "true", sparse_mixer=found[4] == "true"
         )
     record_call(launch, a.telemetry, experts[:valid], a.experts)
 
@@ -159,7 +195,8 @@ def _gate_up(launch: KernelLaunch) -> None:
     first, second = DeviceFormat.all_in(launch.source)
     fused = gating in ("Interleaved", "Halves")
     node: Any = SimpleNamespace(
-        activation_type=found[3].lower(),
+        activation_type={"SiluLimited": "swiglu"}.get(found[3], found[3].lower()),
+        swiglu_limit_after_activation=found[3] == "SiluLimited",
         activation_alpha=np.float32(a.scalars.alpha),
         activation_beta=np.float32(a.scalars.beta),
         swiglu_limit=np.float32(a.scalars.limit),
