@@ -179,11 +179,15 @@ def test_sanitizer_subset(gpu: CudaExecutionProvider, dtype: str, rows: int) -> 
         )
         problem = build(recipe)
         kernel = gpu.create_kernel(problem.node, 7, weights_of(problem))
-        kernel.telemetry.arm(RouteTelemetryConfig(9, 3, mode="trace"))
+        kernel.telemetry.arm(RouteTelemetryConfig(9, 3, mode="trace", margins=True))
         operands, output = on_device(gpu, activations_of(problem)), gpu.to_device(problem.poisoned_output())
         kernel.execute(operands, [output])
         check(problem, output.numpy(), kernel.plan(operands, [output]).variant)
-        assert kernel.telemetry.snapshot().rows == rows
+        snapshot, logits = kernel.telemetry.snapshot(), problem.inputs[1].reshape(rows, 9)
+        chosen = qmoe_ep.routing.select_experts(logits, 3)
+        assert snapshot.rows == rows
+        np.testing.assert_array_equal(snapshot.trace, chosen)
+        np.testing.assert_array_equal(snapshot.margins, qmoe_ep.routing.logit_margins(logits, chosen))
         kernel.close()
 
 

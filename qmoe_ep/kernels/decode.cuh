@@ -199,7 +199,7 @@ __device__ __forceinline__ void gate_up(const GateUpArguments& a) {
         select_by_warp<L::Routing::kKeys>(static_cast<const Logit*>(a.router_probs), a.experts, a.top_k, lane, selected);
         RouteRecord* record = blockIdx.x == 0 ? open_record(a.telemetry, a.experts, a.top_k) : nullptr;
         if (record) {
-            record_row(record, 0, 1, selected, lane, 32);
+            record_choice(record, 0, 1, static_cast<const Logit*>(a.router_probs), selected, lane);
             __syncwarp();
             if (lane == 0) {
                 finish_record(record, 1, 1);
