@@ -1,9 +1,9 @@
 """The route telemetry record: its bytes, seen from the host, and what a call adds to them.
 
 The layout is that of ``qmoe::RouteRecord`` in ``kernels/route_record.cuh``: a header, the bitmap (uint32 words, an
-even number), the counts (uint64 [E]; not in mode bitmap) and, only in mode trace, a ring of rows (int32 [trace_rows, k])
-and that of their logit margins (float32 [trace_rows]; only if they are kept). :func:`record_routes` does to it what the
-device code does, for the CPU provider.
+even number), the counts (uint64 [E]; not in mode bitmap) and, only in mode trace, a ring of rows (int32 [trace_rows,
+k]) and that of their logit margins (float32 [trace_rows]; only if they are kept). :func:`record_routes` does to it what
+the device code does, for the CPU provider.
 """
 
 from __future__ import annotations
