@@ -1,10 +1,10 @@
 """Geometries of the decode kernels against each other: ``python -m benchmarks.tune_decode``.
 
 For every shape the geometry that a plan would take and some neighbours of it (warps, stages) are timed as
-:mod:`benchmarks.layer` times a layer: a graph of calls on disjoint experts, the median replay. The rules of
+:mod:`qmoe_ep.benchmark.layer` times a layer: a graph of calls on disjoint experts, the median replay. The rules of
 :func:`qmoe_ep.kernels.decode_geometry.choose_geometry` are read off this table; nothing is timed when a plan is made.
-The output of every geometry is poisoned and then compared with that of the provider, which :mod:`benchmarks.layer`
-compares with the float64 reference.
+The output of every geometry is poisoned and then compared with that of the provider, which
+:mod:`qmoe_ep.benchmark.layer` compares with the float64 reference.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 import qmoe_ep
-from benchmarks.layer import DTYPES, SHAPES, Layer
-from benchmarks.timing import ReadLimit, median_microseconds
+from qmoe_ep.benchmark.layer import DTYPES, SHAPES, Case, Layer
+from qmoe_ep.benchmark.timing import ReadLimit, median_microseconds
 from qmoe_ep.call import CallDescription, describe_call
 from qmoe_ep.capabilities import Capabilities
 from qmoe_ep.cuda.tensor import DeviceTensor
@@ -50,7 +50,7 @@ class Calls:
     def __init__(self, layer: Layer) -> None:
         gpu, self.layer = layer.gpu, layer
         count = max(2, min(layer.experts // layer.k, 16))
-        self.x = gpu.to_device(layer.rng.standard_normal((1, layer.hidden)).astype(DTYPES[layer.dtype]))
+        self.x = gpu.to_device(layer.rng.standard_normal((1, layer.hidden)).astype(DTYPES[layer.case.dtype]))
         self.logits = [gpu.to_device(layer.logits(1, call)) for call in range(count)]
         self.expected = [self._provider(logits) for logits in self.logits]
         weights = (layer.weights.get(i) for i in range(2, 10))
@@ -111,11 +111,12 @@ def tune(layer: Layer, limit: ReadLimit, modules: ModuleCache, others: bool) -> 
     shapes = decode.shapes(calls.call, capabilities)
     chosen = None if isinstance(shapes, str) else choose_geometry(*shapes, capabilities)
     if chosen is None:
-        print(f"{layer.shape}: not served")
+        print(f"{layer.case.shape.name}: not served")
         return
     nbytes = calls.call.top_k * sum(matrix.expert_bytes for matrix in calls.call.experts.matrices)
     bound = limit.microseconds(nbytes)
-    title = f"{layer.shape} {layer.dtype} int{layer.bits} blocks of {layer.block}"
+    case = layer.case
+    title = f"{case.shape.name} {case.dtype} int{case.bits} blocks of {case.block_size}"
     print(f"{title}: {nbytes / 1e6:.1f} MB, limit {bound:.2f} us", flush=True)
     plans = {
         pair: plan
@@ -150,7 +151,7 @@ def main() -> None:
             for dtype in options.dtypes:
                 for bits in options.bits:
                     for block in options.blocks:
-                        layer = Layer(gpu, shape, dtype, bits=bits, block=block)
+                        layer = Layer(gpu, Case(SHAPES[shape], dtype, bits, block))
                         tune(layer, limit, modules, not options.chosen)
                         layer.kernel.close()
                         del layer

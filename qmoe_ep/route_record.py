@@ -1,8 +1,9 @@
 """The route telemetry record: its bytes, seen from the host, and what a call adds to them.
 
 The layout is that of ``qmoe::RouteRecord`` in ``kernels/route_record.cuh``: a header, the bitmap (uint32 words, an
-even number), the counts (uint64 [E]; not in mode bitmap) and a ring of rows (int32 [trace_rows, k]; only in mode
-trace). :func:`record_routes` does to it what the device code does, for the CPU provider.
+even number), the counts (uint64 [E]; not in mode bitmap) and, only in mode trace, a ring of rows (int32 [trace_rows,
+k]) and that of their logit margins (float32 [trace_rows]; only if they are kept). :func:`record_routes` does to it what
+the device code does, for the CPU provider.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from qmoe_ep.errors import QMoEError
+from qmoe_ep.routing import logit_margins
 
 __all__ = [
     "HEADER_BYTES",
@@ -49,7 +51,7 @@ class RouteRecordHeader(ctypes.Structure):
         ("trace_rows", ctypes.c_uint32),
         ("trace_next", ctypes.c_uint32),
         ("trace_held", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        ("trace_margins", ctypes.c_uint32),
         ("trace_lost", ctypes.c_uint64),
     )
 
@@ -67,16 +69,19 @@ class RouteTelemetryConfig:
     routes_per_row : the node's k
     mode : ``"bitmap"`` (experts seen), ``"counts"`` (and how often) or ``"trace"`` (and the last rows)
     trace_rows : rows that the ring of mode trace holds
+    margins : keep the logit margin of each row as well, the smallest selected logit less the largest rejected one; in
+        mode trace
 
     Raises
     ------
-    QMoEError : a number out of range, or another mode.
+    QMoEError : a number out of range, another mode, or margins without a trace.
     """
 
     num_experts: int
     routes_per_row: int
     mode: TelemetryMode = "bitmap"
     trace_rows: int = 1024
+    margins: bool = False
 
     def __post_init__(self) -> None:
         if self.mode not in _MODES:
@@ -86,6 +91,8 @@ class RouteTelemetryConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= most:
                 raise QMoEError(f"telemetry {name}: expected an integer from 1 to {most}, got {value!r}")
+        if self.margins and self.mode != "trace":
+            raise QMoEError(f"telemetry margins: expected mode 'trace', whose rows they belong to, got {self.mode!r}")
 
     @property
     def bitmap_bytes(self) -> int:
@@ -94,13 +101,14 @@ class RouteTelemetryConfig:
 
     @property
     def counters_bytes(self) -> int:
-        """Size of everything but the ring."""
+        """Size of everything but the rings."""
         return HEADER_BYTES + self.bitmap_bytes + (0 if self.mode == "bitmap" else 8 * self.num_experts)
 
     @property
     def record_bytes(self) -> int:
         """Size of the record."""
-        return self.counters_bytes + (4 * self.trace_rows * self.routes_per_row if self.mode == "trace" else 0)
+        row = 4 * (self.routes_per_row + self.margins)
+        return self.counters_bytes + (row * self.trace_rows if self.mode == "trace" else 0)
 
     def empty_record(self, epoch: int, recording: bool) -> NDArray[np.uint8]:
         """The header and zero counters of a window that begins: uint8 [counters_bytes]. The ring needs no value."""
@@ -109,6 +117,7 @@ class RouteTelemetryConfig:
         header.recording, header.mode, header.epoch = recording, _MODES.index(self.mode), epoch
         header.num_experts, header.routes_per_row = self.num_experts, self.routes_per_row
         header.trace_rows = self.trace_rows if self.mode == "trace" else 0
+        header.trace_margins = self.margins
         return record
 
     def new_record(self, epoch: int, recording: bool) -> NDArray[np.uint8]:
@@ -128,19 +137,25 @@ class RecordView:
     bitmap : uint32 words
     counts : uint64 [E], empty in mode bitmap
     ring : int32 [trace_rows, k], empty unless in mode trace or where the bytes end before it
+    margins : float32 [trace_rows], empty unless they are kept or where the bytes end before them
     """
 
     def __init__(self, record: NDArray[np.uint8]) -> None:
         self.header = RouteRecordHeader.from_buffer(record.data)
         header = self.header
         self.config = RouteTelemetryConfig(
-            header.num_experts, header.routes_per_row, _MODES[header.mode], max(header.trace_rows, 1)
+            header.num_experts,
+            header.routes_per_row,
+            _MODES[header.mode],
+            max(header.trace_rows, 1),
+            bool(header.trace_margins),
         )
         start, stop = HEADER_BYTES + self.config.bitmap_bytes, self.config.counters_bytes
         self.bitmap = record[HEADER_BYTES:start].view(np.uint32)
         self.counts = record[start:stop].view(np.uint64)
-        ring = record[stop : self.config.record_bytes].view(np.int32)
-        self.ring = ring.reshape(-1, self.config.routes_per_row)
+        end = stop + 4 * header.trace_rows * self.config.routes_per_row
+        self.ring = record[stop:end].view(np.int32).reshape(-1, self.config.routes_per_row)
+        self.margins = record[end : self.config.record_bytes].view(np.float32)
 
     @staticmethod
     def nbytes_of(header: NDArray[np.uint8]) -> int:
@@ -154,13 +169,24 @@ class RecordView:
 
     def trace(self) -> NDArray[np.int32]:
         """The rows that the ring holds, oldest first: int32 [n, k]."""
-        header = self.header
-        places = (header.trace_next - header.trace_held + np.arange(header.trace_held)) % max(header.trace_rows, 1)
-        rows: NDArray[np.int32] = self.ring[places]
+        rows: NDArray[np.int32] = self.ring[self._places()]
         return rows
 
+    def trace_margins(self) -> NDArray[np.float32]:
+        """The margins of these rows, where they are kept: float32 [n]."""
+        margins: NDArray[np.float32] = self.margins[self._places()]
+        return margins
 
-def record_routes(record: NDArray[np.uint8], selected: NDArray[Any], num_experts: int) -> None:
+    def _places(self) -> NDArray[np.int64]:
+        header = self.header
+        oldest = header.trace_next - header.trace_held
+        places: NDArray[np.int64] = np.arange(oldest, header.trace_next) % max(header.trace_rows, 1)
+        return places
+
+
+def record_routes(
+    record: NDArray[np.uint8], selected: NDArray[Any], num_experts: int, logits: NDArray[Any] | None = None
+) -> None:
     """Add one call to a record; a paused one, or one of other sizes, is left alone.
 
     Parameters
@@ -168,6 +194,7 @@ def record_routes(record: NDArray[np.uint8], selected: NDArray[Any], num_experts
     record : uint8 [record_bytes], changed in place
     selected : integers [valid rows, k], the experts of each row
     num_experts : of the call
+    logits : float32, float16 or bfloat16 [valid rows, E], which margins are made from; without them they are NaN
     """
     view = RecordView(record)
     header, rows = view.header, selected.shape[0]
@@ -183,7 +210,10 @@ def record_routes(record: NDArray[np.uint8], selected: NDArray[Any], num_experts
     if view.ring.size:
         capacity = header.trace_rows
         kept = np.arange(max(0, rows - capacity), rows)
-        view.ring[(header.trace_next + kept) % capacity] = selected[kept]
+        places = (header.trace_next + kept) % capacity
+        view.ring[places] = selected[kept]
+        if view.margins.size:
+            view.margins[places] = np.nan if logits is None else logit_margins(logits[kept], selected[kept])
         held = header.trace_held + rows
         header.trace_next = (header.trace_next + rows) % capacity
         header.trace_held = min(held, capacity)

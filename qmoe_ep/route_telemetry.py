@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,8 @@ class TelemetrySnapshot:
     executor : None for a private producer
     node : the embedder's number
     unix_time : wall-clock time, seconds since 1970
+    margins : float32 [n], of the rows of the trace, the smallest selected logit less the largest rejected one (infinite
+        where none was rejected); None unless they are kept
     """
 
     epoch: int
@@ -58,6 +61,7 @@ class TelemetrySnapshot:
     executor: int | None
     node: int
     unix_time: float
+    margins: NDArray[np.float32] | None = None
 
     @property
     def experts(self) -> tuple[int, ...]:
@@ -65,7 +69,11 @@ class TelemetrySnapshot:
         return tuple(np.flatnonzero(self.bitmap).tolist())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain numbers and lists, for JSON; the bitmap is given as the list of ``experts``."""
+        """Return plain numbers and lists, for JSON; the bitmap is given as the list of ``experts``.
+
+        Margins that aren't finite, which JSON can't say, are None.
+        """
+        margins = None if self.margins is None else self.margins.tolist()
         return {
             "executor": self.executor,
             "node": self.node,
@@ -81,20 +89,23 @@ class TelemetrySnapshot:
             "experts": list(self.experts),
             "counts": None if self.counts is None else self.counts.tolist(),
             "trace": None if self.trace is None else self.trace.tolist(),
+            "margins": margins and [margin if math.isfinite(margin) else None for margin in margins],
             "lost_rows": self.lost_rows,
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TelemetrySnapshot:
-        """Return the snapshot that :meth:`to_dict` described."""
+        """Return the snapshot that :meth:`to_dict` described; margins that are None there become NaN."""
         fields = dict(values)
         bitmap = np.zeros(fields["num_experts"], np.bool_)
         bitmap[fields.pop("experts")] = True
-        counts, trace = fields.pop("counts"), fields.pop("trace")
+        counts, trace, margins = fields.pop("counts"), fields.pop("trace"), fields.pop("margins", None)
         return cls(
             bitmap=_frozen(bitmap),
             counts=None if counts is None else _frozen(np.array(counts, np.uint64)),
             trace=None if trace is None else _frozen(np.array(trace, np.int32).reshape(-1, fields["routes_per_row"])),
+            # NumPy reads None as NaN.
+            margins=None if margins is None else _frozen(np.array(margins, np.float32)),
             **fields,
         )
 
@@ -362,6 +373,7 @@ class RouteTelemetry:
             bitmap=_frozen(view.seen()),
             counts=_frozen(view.counts.copy()) if config.mode != "bitmap" else None,
             trace=_frozen(view.trace()) if config.mode == "trace" else None,
+            margins=_frozen(view.trace_margins()) if config.margins else None,
             lost_rows=header.trace_lost,
             saturated=bool(header.saturated),
             paused=not header.recording,
@@ -372,13 +384,14 @@ class RouteTelemetry:
 
     # --- on the host -------------------------------------------------------------------------------
 
-    def add_call(self, selected: NDArray[Any], num_experts: int) -> None:
+    def add_call(self, selected: NDArray[Any], num_experts: int, logits: NDArray[Any] | None = None) -> None:
         """Count one call of a kernel that runs on the host.
 
         Parameters
         ----------
         selected : integers [valid rows, k], the experts of each row in order of selection
         num_experts : of the call
+        logits : float32, float16 or bfloat16 [valid rows, E]; without them margins, where they are kept, are NaN
 
         Raises
         ------
@@ -391,7 +404,7 @@ class RouteTelemetry:
             raise QMoEError("add_call: the record is on a device, whose kernels count by themselves")
         with memory.exclusive():
             if (armed := self._state.armed) is not None:
-                record_routes(memory.array(armed.record), selected, num_experts)
+                record_routes(memory.array(armed.record), selected, num_experts, logits)
 
 
 def take_snapshots(producers: Sequence[RouteTelemetry]) -> list[tuple[RouteTelemetry, TelemetrySnapshot]]:

@@ -66,20 +66,23 @@ def join_traces(snapshots: Sequence[TelemetrySnapshot]) -> RouteTrace | None:
     QMoEError : they aren't of one window, or have different numbers of routes per row.
     """
     rings = [(snapshot.lost_rows, snapshot.trace) for snapshot in snapshots if snapshot.trace is not None]
+    margins = [snapshot.margins for snapshot in snapshots if snapshot.trace is not None]
     if not rings:
         return None
     if len({snapshot.epoch for snapshot in snapshots}) != 1 or len({ring.shape[1] for _, ring in rings}) != 1:
         raise QMoEError("trace: expected snapshots of one window with one number of routes per row")
-    numbers, experts, next_row = [], [], 0
-    for lost, ring in rings:
+    numbers, experts, kept, next_row = [], [], [], 0
+    for (lost, ring), given in zip(rings, margins, strict=True):
         if lost + len(ring) > MAX_COUNT:
             raise QMoEError(f"trace: lost_rows is {lost}, past which rows can't be numbered; begin another window")
         held = lost + np.arange(len(ring), dtype=np.int64)
         fresh = held >= next_row
         numbers.append(held[fresh])
         experts.append(ring[fresh])
+        kept.append(np.full(len(ring), np.nan, np.float32)[fresh] if given is None else given[fresh])
         next_row = max(next_row, lost + len(ring))
-    return RouteTrace(np.concatenate(numbers), np.concatenate(experts))
+    none = all(given is None for given in margins)
+    return RouteTrace(np.concatenate(numbers), np.concatenate(experts), None if none else np.concatenate(kept))
 
 
 def first_difference(before: RouteTrace, after: RouteTrace, *, ordered: bool = True) -> TraceDifference:

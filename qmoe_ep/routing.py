@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["order_keys", "route", "select_experts"]
+__all__ = ["logit_margins", "order_keys", "route", "select_experts"]
 
 SPARSE_MIXER_MARGIN = 0.02
 """How far below the best, relative to the larger magnitude, a logit still counts."""
@@ -42,6 +42,28 @@ def select_experts(logits: NDArray[Any], top_k: int) -> NDArray[np.int32]:
     """
     order = np.argsort(-order_keys(logits), axis=1, kind="stable")
     return order[:, :top_k].astype(np.int32)
+
+
+def logit_margins(logits: NDArray[Any], selected: NDArray[Any]) -> NDArray[np.float32]:
+    """By how much each row's choice was decided: the smallest selected logit less the largest rejected one.
+
+    Parameters
+    ----------
+    logits : float32, float16 or bfloat16 [rows, E]
+    selected : integers [rows, k], as :func:`select_experts` has them
+
+    Returns
+    -------
+    float32 [rows], infinite where no expert is rejected
+    """
+    k = selected.shape[1]
+    if k == logits.shape[1]:
+        return np.full(len(logits), np.inf, np.float32)
+    pair = np.stack([selected[:, -1], select_experts(logits, k + 1)[:, k]], axis=1).astype(np.int64)
+    values = np.take_along_axis(logits, pair, axis=1).astype(np.float32)
+    with np.errstate(all="ignore"):
+        margins: NDArray[np.float32] = values[:, 0] - values[:, 1]
+    return margins
 
 
 def route(

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command of under ten minutes: the tests marked gpu, a sanitizer subset that
-# touches every kernel, and the benchmark. Usage: scripts/gpu_check.sh [folder for logs and results]
+# touches every kernel, and the benchmark. Usage: scripts/gpu_check.sh [folder for logs and results]. Where the folder is no git
+# checkout, QMOE_EP_COMMIT says what goes into the record.
 set -u
 pids=()
 cd "$(dirname "$0")/.."
 out=${1:-gpu_check}
 mkdir -p "$out"
-export PYTHONPATH=. PYTHONUNBUFFERED=1
+export PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 status=0
 
 echo "== tests"
@@ -30,5 +31,5 @@ for tool in memcheck racecheck initcheck; do
 done
 
 echo "== benchmark"
-timeout 150 python3 -m benchmarks.layer -o "$out/layer.json" 2>&1 | tee "$out/layer.log" || status=1
+timeout 150 python3 -m qmoe_ep bench -o "$out/layer.json" ${QMOE_EP_COMMIT:+--commit "$QMOE_EP_COMMIT"} 2>&1 | tee "$out/layer.log" || status=1
 exit $status

@@ -43,7 +43,7 @@ class Result:
         self.out, self.err = capsys.readouterr()
 
     def succeeded(self) -> Result:
-        assert (self.code, self.err) == (0, "")
+        assert (self.code, self.err) == (0, ""), self.err
         return self
 
     def failed(self, *words: str) -> None:

@@ -26,7 +26,7 @@ assert kernels_portable
 
 
 @pytest.mark.parametrize(
-    "command", [(), ("run",), ("inspect",), ("quantize",), ("convert",), ("compile",), ("doctor",)]
+    "command", [(), ("run",), ("inspect",), ("quantize",), ("convert",), ("bench",), ("compile",), ("doctor",)]
 )
 def test_help(shell: Shell, command: tuple[str, ...]) -> None:
     assert shell(*command, "--help").succeeded().out.startswith("Usage: qmoe-ep")

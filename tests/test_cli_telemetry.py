@@ -256,6 +256,19 @@ def test_trace(shell: Shell, tmp_path: Path) -> None:
     shell("telemetry", "trace", path, "--window", 5).failed("window 5")
 
 
+def test_trace_with_margins(shell: Shell, tmp_path: Path) -> None:
+    kept = {**traced([[0, 1], [2, 3]]).to_dict(), "margins": [0.5, None]}
+    path = write_records(tmp_path / "r.jsonl", TelemetrySnapshot.from_dict(kept))
+    assert shell.json("telemetry", "trace", path)["layers"][0]["margins"] == [0.5, None]
+    assert "0.5" in shell("telemetry", "trace", path).succeeded().out
+    other = write_records(tmp_path / "b.jsonl", traced([[0, 1], [2, 4]]))
+    (layer,) = shell.json("telemetry", "trace", path, other)["layers"]
+    assert (layer["row"], layer["margin_a"], layer["margin_b"]) == (1, None, None)
+    shell("telemetry", "trace", path, "-o", tmp_path / "t.npz").succeeded()
+    with np.load(tmp_path / "t.npz") as arrays:
+        np.testing.assert_array_equal(arrays["e1_n7_margins"], np.array([0.5, np.nan], np.float32))
+
+
 def test_where_traces_part(shell: Shell, tmp_path: Path) -> None:
     first = write_records(tmp_path / "a.jsonl", traced([[0, 1], [2, 3]]), traced([[0, 1], [4, 5]], node=8))
     second = write_records(tmp_path / "b.jsonl", traced([[0, 1], [3, 2]]), traced([[0, 1], [4, 6]], node=8))

@@ -54,37 +54,39 @@ def check(problem: Problem, actual: np.ndarray[Any, Any], variant: str) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("block_size", [None, 16, 32, 64, 128])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-def test_every_layout(gpu: CudaExecutionProvider, bits: int, block_size: int | None, dtype: str) -> None:
+@pytest.mark.parametrize("part", [0, 1])
+def test_every_layout(gpu: CudaExecutionProvider, part: int, bits: int, block_size: int | None, dtype: str) -> None:
+    """Both parts together have every function with and without zero points; each by itself has half of that."""
     for number, (activation, fusion, fc3) in enumerate(FUNCTIONS):
-        for zero_points in (False, True):
-            recipe = Recipe(
-                leading=(max(ROWS),),
-                hidden=256,
-                inter=128,
-                experts=8,
-                k=2 + number % 3,
-                activation=activation,
-                fusion=fusion,
-                fc3=fc3,
-                bits=(bits,) * 3,
-                block_size=block_size,
-                zero_points=(zero_points,) * 3,
-                biases=(zero_points,) * 3,
-                dtype=dtype,
-                router_dtype=dtype,
-                scale_dtypes=(dtype if number % 2 else "float32",) * 3,
-                bias_dtypes=(dtype,) * 3,
-                normalize=bool(number % 2),
-                alpha=1.702 if number == 1 else 1.0,
-                beta=1.0 if number == 1 else 0.0,
-                limit=7.0 if number == 1 else None,
-                seed=number,
-            )
-            problem = build(recipe)
-            kernel = gpu.create_kernel(problem.node, 7, weights_of(problem))
-            for rows in ROWS:
-                check_rows(gpu, kernel, first_rows(problem, rows))
-            kernel.close()
+        zero_points = bool((number + part + bits + len(dtype)) % 2)
+        recipe = Recipe(
+            leading=(max(ROWS),),
+            hidden=256,
+            inter=128,
+            experts=8,
+            k=2 + number % 3,
+            activation=activation,
+            fusion=fusion,
+            fc3=fc3,
+            bits=(bits,) * 3,
+            block_size=block_size,
+            zero_points=(zero_points,) * 3,
+            biases=(zero_points,) * 3,
+            dtype=dtype,
+            router_dtype=dtype,
+            scale_dtypes=(dtype if number % 2 else "float32",) * 3,
+            bias_dtypes=(dtype,) * 3,
+            normalize=bool(number % 2),
+            alpha=1.702 if number == 1 else 1.0,
+            beta=1.0 if number == 1 else 0.0,
+            limit=7.0 if number == 1 else None,
+            seed=number,
+        )
+        problem = build(recipe)
+        kernel = gpu.create_kernel(problem.node, 7, weights_of(problem))
+        for rows in ROWS:
+            check_rows(gpu, kernel, first_rows(problem, rows))
+        kernel.close()
 
 
 def check_rows(gpu: CudaExecutionProvider, kernel: Any, problem: Problem) -> None:
@@ -179,11 +181,15 @@ def test_sanitizer_subset(gpu: CudaExecutionProvider, dtype: str, rows: int) -> 
         )
         problem = build(recipe)
         kernel = gpu.create_kernel(problem.node, 7, weights_of(problem))
-        kernel.telemetry.arm(RouteTelemetryConfig(9, 3, mode="trace"))
+        kernel.telemetry.arm(RouteTelemetryConfig(9, 3, mode="trace", margins=True))
         operands, output = on_device(gpu, activations_of(problem)), gpu.to_device(problem.poisoned_output())
         kernel.execute(operands, [output])
         check(problem, output.numpy(), kernel.plan(operands, [output]).variant)
-        assert kernel.telemetry.snapshot().rows == rows
+        snapshot, logits = kernel.telemetry.snapshot(), problem.inputs[1].reshape(rows, 9)
+        chosen = qmoe_ep.routing.select_experts(logits, 3)
+        assert snapshot.rows == rows
+        np.testing.assert_array_equal(snapshot.trace, chosen)
+        np.testing.assert_array_equal(snapshot.margins, qmoe_ep.routing.logit_margins(logits, chosen))
         kernel.close()
 
 

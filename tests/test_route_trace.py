@@ -37,6 +37,16 @@ def test_rings_are_joined(capacity: int, steps: list[int]) -> None:
     assert joined.experts.tolist() == [[row % 8, (row + 1) % 8] for row in sorted(known)]
 
 
+def test_margins_are_joined() -> None:
+    values = {"mode": "trace", "routes_per_row": 1}
+    first = snapshot([9] * 4, **values, trace=[[0], [1]], margins=[0.5, 0.25])
+    second = snapshot([9] * 4, **values, trace=[[1], [2]], margins=[0.25, 2], lost_rows=1)
+    joined = join_traces([first, second])
+    assert joined is not None
+    assert joined.margins is not None
+    assert joined.margins.tolist() == [0.5, 0.25, 2]
+
+
 def test_rings_that_do_not_fit() -> None:
     assert join_traces([snapshot([1, 2])]) is None
     with pytest.raises(QMoEError, match="one window"):

@@ -166,6 +166,36 @@ def test_trace_keeps_the_last_rows(node: Node) -> None:
     assert node.snapshot().to_dict()["trace"] == []
 
 
+def test_margins_of_a_trace(node: Node) -> None:
+    node.telemetry.arm(replace(TRACE, margins=True))
+    node.call(3)
+    snapshot, logits = node.snapshot(), node.problem.inputs[1]
+    assert (snapshot.trace is not None, snapshot.margins is not None, logits is not None) == (True, True, True)
+    assert logits is not None
+    falling = -np.sort(-logits[:3], axis=1)
+    np.testing.assert_array_equal(snapshot.margins, falling[:, 1] - falling[:, 2])
+    assert node.telemetry.footprint_bytes == replace(TRACE, margins=True).record_bytes
+    again = TelemetrySnapshot.from_dict(json.loads(json.dumps(snapshot.to_dict())))
+    np.testing.assert_array_equal(again.margins, snapshot.margins)
+    node.telemetry.reset_boundary()
+    assert node.snapshot().to_dict()["margins"] == []
+    node.telemetry.arm(TRACE)
+    node.call(3)
+    assert node.snapshot().margins is None
+
+
+def test_margins_where_nothing_is_rejected() -> None:
+    node = Node(CpuExecutionProvider(), build(Recipe(leading=(2,), k=4)))
+    node.telemetry.arm(RouteTelemetryConfig(4, 4, "trace", 4, margins=True))
+    node.call()
+    snapshot = node.snapshot()
+    assert snapshot.margins is not None
+    assert snapshot.margins.tolist() == [np.inf] * 2
+    # JSON has no word for it.
+    again = TelemetrySnapshot.from_dict(json.loads(json.dumps(snapshot.to_dict(), allow_nan=False)))
+    assert np.isnan(again.margins).all()
+
+
 def test_pause_keeps_the_address(node: Node) -> None:
     node.telemetry.arm(COUNTS, paused=True)
     record = node.telemetry.record

@@ -48,6 +48,8 @@ def snapshots(draw: st.DrawFn) -> NamedSnapshot:
     mode = draw(st.sampled_from(["bitmap", "counts", "trace"]))
     counts = draw(st.lists(COUNT, min_size=experts, max_size=experts))
     row = st.lists(st.integers(0, experts - 1), min_size=k, max_size=k)
+    trace = draw(st.lists(row, max_size=4)) if mode == "trace" else None
+    margin = st.none() | st.floats(0, width=32, allow_infinity=False)
     values = {
         "executor": draw(st.none() | st.integers(-5, 2**63 - 1)),
         "node": draw(st.integers(-5, 2**63 - 1)),
@@ -59,7 +61,8 @@ def snapshots(draw: st.DrawFn) -> NamedSnapshot:
         "paused": draw(st.booleans()),
         "experts": [expert for expert, count in enumerate(counts) if count],
         "counts": None if mode == "bitmap" else counts,
-        "trace": draw(st.lists(row, max_size=4)) if mode == "trace" else None,
+        "trace": trace,
+        "margins": [draw(margin) for _ in trace] if trace is not None and draw(st.booleans()) else None,
         **{name: draw(COUNT) for name in ("epoch", "rows", "routes", "lost_rows")},
     }
     return NamedSnapshot(TelemetrySnapshot.from_dict(values), draw(st.text(max_size=8)), draw(st.integers(0, 2**40)))
@@ -125,6 +128,9 @@ def test_records_are_plain_json_and_come_back(named: NamedSnapshot) -> None:
         ({"counts": None}, "counts"),
         ({"mode": "trace"}, "trace"),
         ({"mode": "trace", "trace": [[0, 1], [0]]}, "trace"),
+        ({"mode": "trace", "trace": [[0, 1]], "margins": [0.5, 1.5]}, "margins"),
+        ({"mode": "trace", "trace": [[0, 1]], "margins": ["0.5"]}, "margins"),
+        ({"mode": "trace", "trace": [[0, 1]], "margins": 0.5}, "margins"),
         ({"name": 7}, "name"),
         ({"executor": "one"}, "executor"),
     ],
@@ -133,6 +139,14 @@ def test_what_is_no_record(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(QMoEError, match=words) as caught:
         record_to_snapshot({**snapshot_to_record(simple()), **changes})
     assert len(str(caught.value)) < 200
+
+
+def test_margins_that_json_or_float32_can_not_hold_are_unknown() -> None:
+    given = [float("inf"), float("nan"), 1e300, 10**400, -1e39, None, 2]
+    record = {**snapshot_to_record(simple()), "mode": "trace", "trace": [[0, 1]] * 7, "margins": given}
+    assert snapshot_to_record(record_to_snapshot(record))["margins"] == [None] * 6 + [2.0]
+    del record["margins"]
+    assert record_to_snapshot(record).snapshot.margins is None
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=5))

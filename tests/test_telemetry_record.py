@@ -13,6 +13,7 @@ import pytest
 from emulated import machine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ml_dtypes import bfloat16
 from problems import Recipe, build
 
 from qmoe_ep import QMoEError, RouteTelemetryConfig
@@ -23,6 +24,7 @@ from qmoe_ep.kernels.plan import Plan
 from qmoe_ep.nvrtc_cache import clear_compiled, compile_module
 from qmoe_ep.route_record import MAX_COUNT, RecordView, TelemetryMode, record_routes
 from qmoe_ep.routing import route as reference_route
+from qmoe_ep.routing import select_experts
 
 MODES: tuple[TelemetryMode, ...] = ("bitmap", "counts", "trace")
 Array = np.ndarray[Any, Any]
@@ -35,6 +37,15 @@ class Model:
 
     config: RouteTelemetryConfig
     rows: list[tuple[int, ...]] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
+
+    def add(self, selected: Array, logits: Array) -> None:
+        """Count a call."""
+        self.rows += [tuple(row) for row in selected.tolist()]
+        for row in logits.astype(np.float64):
+            falling = [*sorted(row, reverse=True), -np.inf]
+            k = self.config.routes_per_row
+            self.margins.append(np.float32(falling[k - 1] - falling[k]))
 
     def check(self, record: Array) -> None:
         """Compare every figure."""
@@ -50,6 +61,8 @@ class Model:
             last = self.rows[-config.trace_rows :]
             assert [tuple(row) for row in view.trace().tolist()] == last
             assert view.header.trace_lost == len(self.rows) - len(last)
+        if config.margins:
+            np.testing.assert_array_equal(view.trace_margins(), self.margins[-config.trace_rows :])
 
 
 def new_record(config: RouteTelemetryConfig, epoch: int = 3) -> Array:
@@ -64,10 +77,12 @@ def windows(draw: st.DrawFn) -> tuple[RouteTelemetryConfig, list[Array]]:
     """A configuration and some calls."""
     experts = draw(st.integers(1, 70))
     k = draw(st.integers(1, min(experts, 5)))
-    config = RouteTelemetryConfig(experts, k, draw(st.sampled_from(MODES)), draw(st.integers(1, 9)))
+    mode = draw(st.sampled_from(MODES))
+    config = RouteTelemetryConfig(experts, k, mode, draw(st.integers(1, 9)), mode == "trace" and draw(st.booleans()))
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     sizes = draw(st.lists(st.integers(0, 12), max_size=6))
-    return config, [np.array([random.permutation(experts)[:k] for _ in range(n)], int).reshape(n, k) for n in sizes]
+    dtype = draw(st.sampled_from([np.float32, np.float16, bfloat16]))
+    return config, [random.normal(size=(n, experts)).astype(np.float16).astype(dtype) for n in sizes]
 
 
 @given(windows())
@@ -75,11 +90,19 @@ def windows(draw: st.DrawFn) -> tuple[RouteTelemetryConfig, list[Array]]:
 def test_numpy_counts(window: tuple[RouteTelemetryConfig, list[Array]]) -> None:
     config, calls = window
     record, model = new_record(config), Model(config)
-    for selected in calls:
-        record_routes(record, selected, config.num_experts)
-        model.rows += [tuple(row) for row in selected.tolist()]
+    for logits in calls:
+        selected = select_experts(logits, config.routes_per_row)
+        record_routes(record, selected, config.num_experts, logits)
+        model.add(selected, logits)
         model.check(record)
     assert RecordView(record).header.epoch == 3
+
+
+def test_margins_without_logits_are_unknown() -> None:
+    config = RouteTelemetryConfig(4, 1, "trace", 3, margins=True)
+    record = new_record(config)
+    record_routes(record, np.array([[0], [1]]), 4)
+    assert np.isnan(RecordView(record).trace_margins()).tolist() == [True, True]
 
 
 @pytest.mark.parametrize("change", ["paused", "experts", "k"])
@@ -107,7 +130,15 @@ def test_numpy_saturates() -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [(0, 1, "counts", 1), (4, 5, "counts", 1), (4, 0, "counts", 1), (4, 1, "all", 1), (4, 1, "trace", 0)]
+    "values",
+    [
+        (0, 1, "counts", 1),
+        (4, 5, "counts", 1),
+        (4, 0, "counts", 1),
+        (4, 1, "all", 1),
+        (4, 1, "trace", 0),
+        (4, 1, "counts", 1, True),
+    ],
 )
 def test_configurations_out_of_range(values: tuple[Any, ...]) -> None:
     with pytest.raises(QMoEError, match="telemetry"):
@@ -164,11 +195,17 @@ SEQUENCE: Sequence[tuple[int, int | None]] = (
 @emulated
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize(
-    ("experts", "k", "mode", "ring"),
-    [(5, 2, "bitmap", 1), (70, 3, "counts", 1), (33, 1, "trace", 7), (64, 40, "trace", 16)],
+    ("experts", "k", "mode", "ring", "margins"),
+    [
+        (5, 2, "bitmap", 1, False),
+        (70, 3, "counts", 1, False),
+        (33, 1, "trace", 7, False),
+        (64, 40, "trace", 16, True),
+        (3, 3, "trace", 16, True),
+    ],
 )
-def test_emulated(experts: int, k: int, mode: TelemetryMode, ring: int, backwards: bool) -> None:
-    config = RouteTelemetryConfig(experts, k, mode, ring)
+def test_emulated(experts: int, k: int, mode: TelemetryMode, ring: int, margins: bool, backwards: bool) -> None:
+    config = RouteTelemetryConfig(experts, k, mode, ring, margins)
     device, host, model = Device(config), new_record(config), Model(config)
     random = np.random.default_rng(experts)
     for rows, valid in SEQUENCE:
@@ -180,8 +217,8 @@ def test_emulated(experts: int, k: int, mode: TelemetryMode, ring: int, backward
         if len(selected):
             expected, _ = reference_route(logits[: len(selected)], None, top_k=k, normalize=True)
             np.testing.assert_array_equal(selected, expected)
-        record_routes(host, selected, experts)
-        model.rows += [tuple(row) for row in selected.tolist()]
+        record_routes(host, selected, experts, logits[: len(selected)])
+        model.add(selected, logits[: len(selected)])
         model.check(device.record)
         assert device.record.tobytes() == host.tobytes()
 

@@ -26,6 +26,7 @@ _COMMANDS = {
     "convert": "Change the order of packed weights between raw and SM80.",
     "compile": "Compile a model's GPU kernels ahead of time, without a GPU.",
     "telemetry": "Read what route telemetry recorded: which experts a service really uses.",
+    "bench": "Time layers on a GPU beside the time that reading their bytes takes.",
     "doctor": "Say what of this machine can be used, and how to get the rest.",
 }
 

@@ -170,7 +170,7 @@ class CpuKernel:
                 computed, chosen = self._compute(call, operands, rows)
                 _write_rows(output, computed)
                 if self.telemetry is not None:
-                    self.telemetry.add_call(chosen, call.experts.num_experts)
+                    self.telemetry.add_call(chosen, call.experts.num_experts, _logits(call, operands, rows))
 
     def _describe(self, operands: Sequence[NDArray[Any] | None]) -> CallDescription:
         signature = tuple(None if o is None else (o.shape, o.dtype) for o in operands)
@@ -198,7 +198,7 @@ class CpuKernel:
         x = _float_rows(operands[0].reshape(call.rows, experts.hidden_size)[:rows])
         router_weights = operands[ROUTER_WEIGHTS]
         chosen, weights = route(
-            operands[1].reshape(call.rows, experts.num_experts)[:rows],
+            _logits(call, operands, rows),
             None if router_weights is None else router_weights[:rows],
             top_k=call.top_k,
             normalize=bool(self.node.normalize_routing_weights),
@@ -327,6 +327,12 @@ def _checked_output(call: CallDescription, outputs: Sequence[NDArray[Any]]) -> N
     if not output.flags.writeable:
         raise QMoEError("output: the array is read-only; give a writable one")
     return output
+
+
+def _logits(call: CallDescription, operands: Sequence[Any], rows: int) -> NDArray[Any]:
+    """The router's logits of the first rows: [rows, E]."""
+    logits: NDArray[Any] = operands[1].reshape(call.rows, call.experts.num_experts)[:rows]
+    return logits
 
 
 def _valid_rows(call: CallDescription, valid_rows: int | NDArray[Any] | None) -> int:

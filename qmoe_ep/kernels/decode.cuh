@@ -228,13 +228,14 @@ __device__ __forceinline__ void finish_gate_up(const GateUpArguments& a, const G
     }
 }
 
-// What an armed telemetry record takes, by the first warp of the call.
-__device__ __forceinline__ void record_selected(const GateUpArguments& a, const int* selected) {
-    RouteRecord* record = blockIdx.x == 0 && threadIdx.x < 32 ? open_record(a.telemetry, a.experts, a.top_k) : nullptr;
+// What an armed telemetry record takes, by one warp of the call.
+template <class Logit>
+__device__ __forceinline__ void record_selected(const GateUpArguments& a, const int* selected, int lane) {
+    RouteRecord* record = open_record(a.telemetry, a.experts, a.top_k);
     if (record) {
-        record_row(record, 0, 1, selected, threadIdx.x, 32);
+        record_choice(record, 0, 1, static_cast<const Logit*>(a.router_probs), selected, lane);
         __syncwarp();
-        if (threadIdx.x == 0) {
+        if (lane == 0) {
             finish_record(record, 1, 1);
         }
     }
@@ -243,9 +244,8 @@ __device__ __forceinline__ void record_selected(const GateUpArguments& a, const 
 // A block owns a contiguous share of the units (slot, tile of 8 gated or 16 plain features). Each of its warps selects
 // the row's experts, stages its part of the row's activations and streams an equal number of steps of the units'
 // weights; bias and activation are applied to the sums. The next kernel may start once the first loads are under way:
-// sooner, its loads would hold these up, and later it would begin too late. Reads logits, the row and its units' weights; writes
-// activated. One wave of blocks, each with as many bytes in flight as its shared memory holds; bound by reading the
-// weights.
+// sooner, its loads would hold these up, and later it would begin too late. Reads logits, the row and its units'
+// weights; writes activated. One wave of blocks, each with as many bytes in flight as helps; bound by reading the weights.
 template <class L>
 __device__ __forceinline__ void gate_up(const GateUpArguments& a) {
     using F = typename L::Format;
@@ -292,6 +292,9 @@ __device__ __forceinline__ void gate_up(const GateUpArguments& a) {
     wild = __syncthreads_or(wild);
     stream.fill(L::kAhead, L::kStages);
     allow_successor();
+    if (blockIdx.x == 0 && warp == warps - 1) {  // none has less to do
+        record_selected<Logit>(a, selected, lane);
+    }
     if (wild) {
         stream.template run<true>();
     } else {
@@ -299,7 +302,6 @@ __device__ __forceinline__ void gate_up(const GateUpArguments& a) {
     }
     __syncthreads();
     finish_gate_up<L>(a, work, shares, units);
-    record_selected(a, selected);
 }
 
 template <class L>

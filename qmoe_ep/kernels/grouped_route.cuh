@@ -98,7 +98,7 @@ __device__ __forceinline__ void route_and_group(const RouteArguments& a) {
             decode::select_by_warp<Keys>(logits, a.experts, a.top_k, lane, selected);
             __syncwarp();
             if (record) {
-                record_row(record, row, valid, selected, lane, 32);
+                record_choice(record, row, valid, logits, selected, lane);
             }
             weigh_experts<Logit, Weight, normalize>(logits, given, a.experts, a.top_k, lane, selected, weights);
         }

@@ -100,6 +100,24 @@ __device__ __forceinline__ void select_experts(const T* logits, int experts, int
     }
 }
 
+// Mark a row in the record by the warp that selected its experts: the experts and, where it keeps them, the margin, which
+// is the smallest selected logit less the largest rejected one, infinite where none is rejected.
+template <class T>
+__device__ __forceinline__ void record_choice(RouteRecord* record, long long row, long long rows, const T* logits,
+                                              const int* selected, int lane) {
+    record_row(record, row, rows, selected, lane, 32);
+    float* place = margin_place(record, row, rows);
+    if (place) {
+        const int slot = record->routes_per_row - 1;
+        const int last = __shfl_sync(kAllLanes, lane == slot % 32 ? selected[slot] : 0, slot % 32);
+        const unsigned long long below = expert_rank(logits[last], last);
+        const unsigned long long next = warp_max(best_of_lane(logits, record->num_experts, lane, below));
+        if (lane == 0) {
+            *place = next ? to_float(logits[last]) - to_float(logits[ranked_expert(next)]) : kInfinity;
+        }
+    }
+}
+
 // Softmax over `count` values, value(i) read by lane i % 32. NaN, +infinity or nothing but -infinity among them make
 // the sum NaN, and with it every weight.
 struct Softmax {
@@ -223,7 +241,7 @@ __device__ __forceinline__ void route_rows(const RouteArguments& a) {
         }
         select_experts(logits, a.experts, a.top_k, lane, selected);
         if (record) {
-            record_row(record, row, valid, selected, lane, 32);
+            record_choice(record, row, valid, logits, selected, lane);
         }
         if constexpr (sparse_mixer) {
             __syncwarp();

@@ -10,7 +10,8 @@
 // record, so that all rows of a call see it as it was before the call, and results don't depend on the order of blocks.
 //
 // The record is the header below, then its bitmap (32-bit words, an even number), its 64-bit counts (one per expert;
-// none in mode bitmap) and the ring of its last rows (trace_rows * routes_per_row ints; only in mode trace).
+// none in mode bitmap) and, only in mode trace, the ring of its last rows (trace_rows * routes_per_row ints) and that of
+// their logit margins (trace_rows floats; only where trace_margins says so).
 
 #pragma once
 
@@ -29,7 +30,7 @@ struct RouteRecord {
     unsigned trace_rows;
     unsigned trace_next;  // place in the ring of the next row
     unsigned trace_held;
-    unsigned unused;
+    unsigned trace_margins;  // 0: none are kept
     unsigned long long trace_lost;
 };
 
@@ -86,6 +87,16 @@ __device__ __forceinline__ void record_row(RouteRecord* record, long long row, l
             place[slot] = expert;
         }
     }
+}
+
+// Where the logit margin of a row belongs; null where none is kept.
+__device__ __forceinline__ float* margin_place(RouteRecord* record, long long row, long long rows) {
+    if (!record->trace_margins || rows - row > record->trace_rows) {
+        return nullptr;
+    }
+    const unsigned long long ring = record->trace_rows;
+    float* margins = reinterpret_cast<float*>(record_trace(record) + ring * record->routes_per_row);
+    return margins + (record->trace_next + row) % ring;
 }
 
 // Both at most kRecordCeiling.

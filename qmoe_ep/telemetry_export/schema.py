@@ -17,6 +17,8 @@ SCHEMA_VERSION = 1
 
 _MOST_EXPERTS = 2**20
 _LATEST_TIME = 1e11
+_LARGEST_MARGIN = 3.4e38
+_MARGIN_TYPES = {float, int, type(None)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ def record_to_snapshot(values: Any) -> NamedSnapshot:
     fields["experts"] = _integers(values.get("experts"), "experts", num_experts - 1)
     fields["counts"] = None if mode == "bitmap" else _integers(values.get("counts"), "counts", MAX_COUNT, num_experts)
     fields["trace"] = _trace(values, num_experts, top_k) if mode == "trace" else None
+    fields["margins"] = _margins(values, len(fields["trace"])) if mode == "trace" else None
     name, footprint = values.get("name", ""), values.get("footprint_bytes", 0)
     if not isinstance(name, str) or not _is_integer(footprint, 0, MAX_COUNT):
         raise QMoEError("name, footprint_bytes: expected a string and a number of bytes")
@@ -81,6 +84,15 @@ def _trace(values: Mapping[str, Any], num_experts: int, top_k: int) -> list[list
     if not isinstance(rows, list):
         raise QMoEError(f"trace: expected a list of rows, got {_short(rows)}")
     return [_integers(row, "trace", num_experts - 1, top_k) for row in rows]
+
+
+def _margins(values: Mapping[str, Any], rows: int) -> list[float | None] | None:
+    margins = values.get("margins")
+    if margins is None:
+        return None
+    if not isinstance(margins, list) or len(margins) != rows or not set(map(type, margins)) <= _MARGIN_TYPES:
+        raise QMoEError(f"margins: expected a list of {rows} numbers or nulls, one for each row of the trace")
+    return [None if margin is None or not abs(margin) < _LARGEST_MARGIN else float(margin) for margin in margins]
 
 
 def _time(values: Mapping[str, Any]) -> float:

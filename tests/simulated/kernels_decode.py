@@ -19,8 +19,8 @@ _ROUTING = re.compile(r"Routing<([\w:]+), ([\w:]+), (true|false), \d+>")
 _STREAM = re.compile(r"StreamFormat<(\d+), (\d+), (true|false), ([\w:]+), \d+, \d+, (\d+), (\d+)>")
 
 
-def _route(launch: KernelLaunch) -> tuple[Any, Any] | None:
-    """Experts and weights of the row; None if it is not valid."""
+def _route(launch: KernelLaunch) -> tuple[Any, Any, Any] | None:
+    """Experts, weights and logits of the row; None if it is not valid."""
     a, view = launch.arguments, launch.memory.view
     if a.valid_rows and int(view(a.valid_rows, (1,), np.int32)[0]) < 1:
         return None
@@ -29,7 +29,7 @@ def _route(launch: KernelLaunch) -> tuple[Any, Any] | None:
         raise LookupError("no Routing in the source")
     logits = view(a.router_probs, (1, a.experts), dtype_named(found[1]))
     given = None if found[2] == "void" else view(a.router_weights, (1, a.experts), dtype_named(found[2]))
-    return routing.route(logits, given, top_k=a.top_k, normalize=found[3] == "true")
+    return *routing.route(logits, given, top_k=a.top_k, normalize=found[3] == "true"), logits
 
 
 def _format(source: str, bias: str) -> tuple[DeviceFormat, int, int]:
@@ -53,7 +53,7 @@ def _gate_up(launch: KernelLaunch) -> None:
         raise LookupError("no GateUp in the source")
     if routed is None:
         return
-    record_call(launch, a.telemetry, routed[0], a.experts)
+    record_call(launch, a.telemetry, routed[0], a.experts, routed[2])
     gating = found[4]
     first, out, hidden = _format(source, found[2])
     second, _, _ = _format(source, found[3])

@@ -46,7 +46,7 @@ def _route(launch: KernelLaunch) -> None:
         experts[:valid], weights[:valid] = routing.route(
             logits[:valid], own, top_k=a.top_k, normalize=found[3] == "true"
         )
-    record_call(launch, a.telemetry, experts[:valid], a.experts)
+    record_call(launch, a.telemetry, experts[:valid], a.experts, logits[:valid])
     routes = experts.reshape(-1)
     order = np.argsort(routes, kind="stable")[np.count_nonzero(routes < 0) :]
     view(a.grouped_routes, (routes.size,), np.int32)[: order.size] = order

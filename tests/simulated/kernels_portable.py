@@ -137,15 +137,15 @@ def _route(launch: KernelLaunch) -> None:
         experts[:valid], weights[:valid] = routing.route(
             logits[:valid], own, top_k=a.top_k, normalize=found[3] == "true", sparse_mixer=found[4] == "true"
         )
-    record_call(launch, a.telemetry, experts[:valid], a.experts)
+    record_call(launch, a.telemetry, experts[:valid], a.experts, logits[:valid])
 
 
-def record_call(launch: KernelLaunch, telemetry: int | None, selected: Array, num_experts: int) -> None:
+def record_call(launch: KernelLaunch, telemetry: int | None, selected: Array, num_experts: int, logits: Array) -> None:
     """Add one call to the telemetry record at an address, if there is one."""
     if telemetry:
         header = launch.memory.view(telemetry, (HEADER_BYTES,), np.uint8)
         record = launch.memory.view(telemetry, (RecordView.nbytes_of(header),), np.uint8)
-        record_routes(record, selected, num_experts)
+        record_routes(record, selected, num_experts, logits)
 
 
 @simulated_kernel("group_count", arguments=GroupArguments)

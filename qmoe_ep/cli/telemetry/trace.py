@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -96,7 +97,7 @@ def _print(path: str, traces: list[tuple[LayerHistory, RouteTrace]], most: int, 
         layers = []
         for history, trace in traces:
             kept = slice(max(0, len(trace.rows) - most), None)
-            margins = None if trace.margins is None else trace.margins[kept].tolist()
+            margins = None if trace.margins is None else [_finite(margin) for margin in trace.margins[kept].tolist()]
             layers.append(
                 {
                     "executor": history.executor,
@@ -154,6 +155,11 @@ def _compare(
         click.echo("The recordings agree in every row that both have")
 
 
+def _finite(margin: float | None) -> float | None:
+    """What JSON can say."""
+    return None if margin is None or not math.isfinite(margin) else margin
+
+
 def _describe(history: LayerHistory, difference: TraceDifference) -> dict[str, Any]:
     return {
         "executor": history.executor,
@@ -165,8 +171,8 @@ def _describe(history: LayerHistory, difference: TraceDifference) -> dict[str, A
         "a": list(difference.before),
         "b": list(difference.after),
         "same_set": difference.same_set,
-        "margin_a": difference.margins[0],
-        "margin_b": difference.margins[1],
+        "margin_a": _finite(difference.margins[0]),
+        "margin_b": _finite(difference.margins[1]),
     }
 
 

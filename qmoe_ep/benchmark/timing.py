@@ -15,6 +15,8 @@ from qmoe_ep.runtime import Runtime
 
 __all__ = ["ReadLimit", "median_microseconds"]
 
+READ_BUFFER_BYTES = 2 << 30
+
 
 def median_microseconds(runtime: Runtime, run: Callable[[], None], repeats: int = 15, warm: int = 3) -> float:
     """Median time of ``run`` (which only enqueues, such as a replay) between events on the stream, µs."""
@@ -35,7 +37,7 @@ def median_microseconds(runtime: Runtime, run: Callable[[], None], repeats: int 
     return statistics.median(times)
 
 
-class _ReadArguments(ctypes.Structure):
+class ReadArguments(ctypes.Structure):
     _fields_ = (("source", ctypes.c_void_p), ("sink", ctypes.c_void_p), ("vectors", ctypes.c_int64))
 
 
@@ -67,7 +69,7 @@ class ReadLimit:
         self._known: dict[int, float] = {}
         self._module = ModuleSource("benchmark_read", _READ, ("read_stream",))
         self._function = ModuleCache(runtime).function(self._module, "read_stream")
-        self._buffer = runtime.allocate(2 << 30, "read benchmark")
+        self._buffer = runtime.allocate(READ_BUFFER_BYTES, "read benchmark")
         runtime.memset(self._buffer.pointer, 0x5A, self._buffer.nbytes)
 
     def microseconds(self, nbytes: int) -> float:
@@ -80,11 +82,11 @@ class ReadLimit:
 
     def _time(self, nbytes: int, grid: int) -> float:
         pieces = max(1, min(16, self._buffer.nbytes // nbytes))
-        arguments = _ReadArguments(0, 0, min(nbytes, self._buffer.nbytes) // 16)
+        arguments = ReadArguments(0, 0, min(nbytes, self._buffer.nbytes) // 16)
         pointers = (("source", "source"), ("sink", "sink"))
         step = Step("read", self._module, "read_stream", (grid, 1, 1), (512, 1, 1), 0, arguments, pointers)
         launch: Any = self._runtime.prepare(step, self._function, "benchmark")
-        with Capture(self._runtime) as capture:
+        with Capture(self._runtime) as capture, self._runtime.lock, self._runtime.current():
             capture.register(self._buffer)
             for piece in range(pieces):
                 source = self._buffer.pointer + piece * (min(nbytes, self._buffer.nbytes) // 16 * 16)
