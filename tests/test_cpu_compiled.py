@@ -21,6 +21,7 @@ from qmoe_ep import CpuExecutionProvider, QMoEError
 from qmoe_ep.call import ExpertMatrix
 from qmoe_ep.cpu.products import Expanded, NumpyProducts, Packed, Product, aligned_rows
 from qmoe_ep.cpu.provider import _hint_once
+from qmoe_ep.formats import FORMATS, UINT8
 
 pytest.importorskip("llvmlite", reason="the extra jit isn't installed")
 
@@ -95,6 +96,36 @@ def test_formats(width: str, bits: int) -> None:
         scales, points, bias = SCALES[number % 3], number % 2 == 0, number % 3 == 0
         weights = packed(bits, block, out, depth, scales=scales, points=points, bias=bias)
         check(WIDTHS[width], weights, 1 + 2 * number)
+
+
+def small_floats(name: str, out: int, depth: int, *, as_bytes: bool, bias: bool) -> Packed:
+    """Two experts of random 4-bit floats; among the scales are the smallest of their type and negative ones."""
+    rng = np.random.default_rng(depth)
+    form = FORMATS[name]
+    kind = form.scale_dtypes[0]
+    scales = rng.integers(0, 256, (2, out, depth // form.block_size), np.uint8).view(kind)
+    scales[~np.isfinite(scales.astype(np.float32))] = 1
+    scales[np.abs(scales.astype(np.float32)) > 256] = 1
+    matrix = ExpertMatrix(
+        "fc1", 4, form.block_size, out, depth, "raw", UINT8 if as_bytes else kind, False, None, form=form
+    )
+    return Packed(
+        matrix,
+        rng.integers(0, 256, (2, out, matrix.row_bytes), np.uint8),
+        scales.view(np.uint8) if as_bytes else scales,
+        None,
+        rng.standard_normal((2, out)).astype(np.float32) if bias else None,
+        np.array([0.37, -1.9], np.float32),
+    )
+
+
+@pytest.mark.parametrize("width", list(WIDTHS))
+@pytest.mark.parametrize("name", ["fp4", "nvfp4"])
+def test_small_floats(width: str, name: str) -> None:
+    for number, (out, depth) in enumerate([(37, 640), (6, 1152), (4, 96)]):
+        weights = small_floats(name, out, depth, as_bytes=number == 1, bias=number != 1)
+        check(WIDTHS[width], weights, 1 + 2 * number)
+        check(WIDTHS[width], weights, 20)
 
 
 @pytest.mark.parametrize("width", list(WIDTHS))

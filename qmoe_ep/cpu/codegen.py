@@ -14,9 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from qmoe_ep.cpu.ir import FunctionWriter, vector
-from qmoe_ep.cpu.values import ROWS, Lanes, decode, multiply_add, prefetch, scale_function, sum_lanes, unpack_one
+from qmoe_ep.cpu.values import (
+    ROWS,
+    SCALE_BYTES,
+    Lanes,
+    decode,
+    multiply_add,
+    prefetch,
+    scale_function,
+    sum_lanes,
+    unpack_one,
+)
+
+if TYPE_CHECKING:
+    from qmoe_ep.formats import Element
 
 __all__ = ["TASK_FIELDS", "module_text", "scratch_bytes"]
 
@@ -24,6 +38,7 @@ TASK_FIELDS = (
     "weights",  # address of codes, or of expanded float32 [out, in]
     "scales",  # address, [out, blocks]
     "zero_points",  # address of packed zero points, or 0 for the default
+    "global_scale",  # address of a float32 that all scales are multiplied by
     "bias",  # address of float32 [out], or 0
     "x",  # address of float32 [tokens, in]
     "y",  # address of float32 [tokens, out]
@@ -37,7 +52,7 @@ TASK_FIELDS = (
     "blocks",  # scales per row
     "zero_point_bytes",  # per row, or 0 for one zero point per row
     "block_shift",  # log2 of steps per block; 62 for one block per row
-    "scale_kind",  # 0 float32, 1 float16, 2 bfloat16
+    "scale_kind",  # place in SCALE_BYTES
 )
 """The task's fields, each an i64."""
 
@@ -115,7 +130,7 @@ def _finish_tile(lanes: Lanes, rows: int) -> str:
     return f.finish()
 
 
-def _fused(lanes: Lanes, bits: int, step: int, tokens: int, rows: int) -> str:
+def _fused(lanes: Lanes, bits: int, element: Element, step: int, tokens: int, rows: int) -> str:
     """y[t, r] of a few tokens straight from codes: each is decoded in registers and used for all tokens."""
     names = ("codes", "ldw", "scales", "zeros", "blocks", "shift", "x", "ldx", "depth", "y", "ldy", "bias")
     kinds = ("ptr", "i64", "ptr", "ptr", "i64", "i64", "ptr", "i64", "i64", "ptr", "i64", "ptr")
@@ -140,7 +155,7 @@ def _fused(lanes: Lanes, bits: int, step: int, tokens: int, rows: int) -> str:
         for codes, scales, zeros in zip(code_rows, scale_rows, zero_rows, strict=True):
             scale = f.load("float", f.at(scales, block, "float"), 4)
             point = f.load("float", f.at(zeros, block, "float"), 4)
-            values.append(decode(f, lanes, bits, step, f.at(codes, place), point, scale))
+            values.append(decode(f, lanes, bits, element, step, f.at(codes, place), point, scale))
         for part in range(step // lanes.count):
             for t in range(tokens):
                 x = f.load(lanes.floats, f.at(f.at(token_rows[t], k, "float"), part * lanes.count, "float"), 4)
@@ -154,7 +169,7 @@ def _fused(lanes: Lanes, bits: int, step: int, tokens: int, rows: int) -> str:
     return f.finish()
 
 
-def _decode_row(lanes: Lanes, bits: int, step: int) -> str:
+def _decode_row(lanes: Lanes, bits: int, element: Element, step: int) -> str:
     """Values of steps [first, last) of one row, written to out."""
     names = (("ptr", "codes"), ("ptr", "scales"), ("ptr", "zeros"), ("i64", "shift"))
     f = FunctionWriter("decode_row", [*names, ("i64", "first"), ("i64", "last"), ("ptr", "out")])
@@ -165,7 +180,7 @@ def _decode_row(lanes: Lanes, bits: int, step: int) -> str:
         point = f.load("float", f.at("%zeros", block, "float"), 4)
         place = f.at("%codes", f.op(f"mul i64 {s}, {step * bits // 8}"))
         out = f.at("%out", f.op(f"mul i64 {f.op(f'sub i64 {s}, %first')}, {step}"), "float")
-        for part, value in enumerate(decode(f, lanes, bits, step, place, point, scale)):
+        for part, value in enumerate(decode(f, lanes, bits, element, step, place, point, scale)):
             f.store(lanes.floats, value, f.at(out, part * lanes.count, "float"), 4)
 
     f.loop("%first", "%last", 1, body)
@@ -174,7 +189,7 @@ def _decode_row(lanes: Lanes, bits: int, step: int) -> str:
 
 def _task_fields(f: FunctionWriter) -> dict[str, str]:
     fields = {}
-    pointers = TASK_FIELDS[:6]
+    pointers = TASK_FIELDS[:7]
     for index, name in enumerate(TASK_FIELDS):
         kind = "ptr" if name in pointers else "i64"
         fields[name] = f.load(kind, f.at("%task", index, "i64"), 8)
@@ -189,19 +204,20 @@ def _prepare(bits: int) -> str:
     blocks = task["blocks"]
     start = f.op(f"mul i64 %row, {blocks}")
     count = f.op(f"mul i64 %rows, {blocks}")
+    factor = f.load("float", task["global_scale"], 4)
 
     def scales(kind: int) -> None:
         def body(i: str, _: list[str]) -> None:
             index = f.op(f"add i64 {start}, {i}")
             wide = f.op(f"call float @scale_{kind}(ptr {task['scales']}, i64 {index})")
-            f.store("float", wide, f.at("%scales", i, "float"), 4)
+            f.store("float", f.op(f"fmul float {wide}, {factor}"), f.at("%scales", i, "float"), 4)
 
         f.loop(0, count, 1, body)
-        width = 4 if kind == 0 else 2
+        width = SCALE_BYTES[kind]
         following = f.at(task["scales"], f.op(f"mul i64 {f.op(f'add i64 {start}, {count}')}, {width}"))
         f.loop(0, f.op(f"mul i64 {count}, {width}"), 64, lambda i, _: prefetch(f, f.at(following, i)))
 
-    f.choose(task["scale_kind"], (0, 1, 2), scales)
+    f.choose(task["scale_kind"], range(len(SCALE_BYTES)), scales)
 
     def default() -> None:
         f.loop(0, count, 1, lambda i, _: f.store("float", f"{1 << (bits - 1)}.0", f.at("%zeros", i, "float"), 4))
@@ -485,7 +501,7 @@ def _worker(work: str) -> str:
     return f.finish()
 
 
-def module_text(lanes: Lanes, bits: int = 0, step: int = 0) -> str:
+def module_text(lanes: Lanes, bits: int = 0, step: int = 0, element: Element = "integer") -> str:
     """The IR of the products with expanded weights, or (``bits`` > 0) with codes read in steps of so many."""
     kind = lanes.floats
     parts = [
@@ -500,8 +516,13 @@ def module_text(lanes: Lanes, bits: int = 0, step: int = 0) -> str:
     parts += [_finish_tile(lanes, r) for r in (1, ROWS)]
     if not bits:
         return "\n\n".join([*parts, _multiply_expanded(lanes), _worker("multiply_expanded")])
-    parts += [scale_function(number) for number in range(3)]
-    parts += [_fused(lanes, bits, step, t, r) for t in range(1, lanes.fused_tokens + 1) for r in (1, ROWS)]
-    parts += [_prepare(bits), _decode_row(lanes, bits, step), _expand(step), _multiply_packed(lanes, bits, step)]
+    parts += [scale_function(number) for number in range(len(SCALE_BYTES))]
+    parts += [_fused(lanes, bits, element, step, t, r) for t in range(1, lanes.fused_tokens + 1) for r in (1, ROWS)]
+    parts += [
+        _prepare(bits),
+        _decode_row(lanes, bits, element, step),
+        _expand(step),
+        _multiply_packed(lanes, bits, step),
+    ]
     parts += [_worker("expand_packed"), _worker("multiply_packed")]
     return "\n\n".join([*parts])

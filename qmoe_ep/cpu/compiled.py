@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 
     from qmoe_ep.call import ExpertMatrix
     from qmoe_ep.cpu.products import Floats
+    from qmoe_ep.formats import Element
 
 __all__ = ["CompiledProducts"]
 
 Worker: TypeAlias = Callable[[int, int, int, int], None]
 """Carries out tasks: (address of the tasks, how many, address of the counter, address of its scratch memory)."""
 
-_SCALE_KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}
+_SCALE_KINDS = {"float32": 0, "float16": 1, "bfloat16": 2, "float8_e8m0fnu": 3, "float8_e4m3fn": 4}
+_ONE = np.ones(1, np.float32)
 _TASK_WEIGHTS = 1 << 19
 """Weights that a task multiplies with: enough to be worth a task, few enough that threads end at the same time."""
 _TASK_TOKEN_BYTES = 3 << 18
@@ -55,18 +57,18 @@ class _Compiler:
             cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=2
         )
         self._lock = threading.Lock()
-        self._workers: dict[tuple[str, int, int], Worker] = {}
+        self._workers: dict[tuple[str, int, int, Element], Worker] = {}
         self._engines: list[Any] = []
 
-    def worker(self, work: str, bits: int = 0, step: int = 0) -> Worker:
+    def worker(self, work: str, bits: int = 0, step: int = 0, element: Element = "integer") -> Worker:
         """The function that does tasks of one kind: ``multiply_expanded``, ``multiply_packed`` or ``expand_packed``."""
         with self._lock:
-            if (work, bits, step) not in self._workers:
-                self._compile(bits, step)
-            return self._workers[work, bits, step]
+            if (work, bits, step, element) not in self._workers:
+                self._compile(bits, step, element)
+            return self._workers[work, bits, step, element]
 
-    def _compile(self, bits: int, step: int) -> None:
-        module = self._llvm.parse_assembly(module_text(self.lanes, bits, step))
+    def _compile(self, bits: int, step: int, element: Element) -> None:
+        module = self._llvm.parse_assembly(module_text(self.lanes, bits, step, element))
         module.verify()
         passes = self._llvm.create_pass_builder(self._target, self._llvm.create_pipeline_tuning_options(speed_level=2))
         passes.getModulePassManager().run(module, passes)
@@ -75,7 +77,7 @@ class _Compiler:
         self._engines.append(engine)
         prototype = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
         for work in ("multiply_packed", "expand_packed") if bits else ("multiply_expanded",):
-            self._workers[work, bits, step] = prototype(engine.get_function_address(f"work_{work}"))
+            self._workers[work, bits, step, element] = prototype(engine.get_function_address(f"work_{work}"))
 
 
 def _host_lanes(triple: str, features: Mapping[str, bool]) -> Lanes:
@@ -99,7 +101,7 @@ def _shared_compiler() -> _Compiler:
 
 def _step(matrix: ExpertMatrix) -> int:
     """Codes that are decoded at once; 0 for formats and rows that aren't decoded in registers."""
-    if not matrix.plain or matrix.layout != "raw":
+    if matrix.layout != "raw" or not (matrix.plain or matrix.form.element == "e2m1"):
         return 0
     size = matrix.block_size or matrix.in_features
     return 32 if size % 32 == 0 else 16 if size % 16 == 0 else 0
@@ -108,8 +110,8 @@ def _step(matrix: ExpertMatrix) -> int:
 class CompiledProducts:
     """Products by compiled code on several threads; packed matrices are decoded in registers.
 
-    A row's result depends on the row and the matrix alone. Formats without a fast way (floats, a length of rows that
-    isn't a multiple of 16, other layouts) are expanded by NumPy first, one expert at a time.
+    A row's result depends on the row and the matrix alone. Formats without a fast way (8-bit floats, float zero points,
+    a length of rows that isn't a multiple of 16, other layouts) are expanded by NumPy first, one expert at a time.
 
     Parameters
     ----------
@@ -134,28 +136,30 @@ class CompiledProducts:
 
     def expand(self, packed: Packed, expert: int, out: Floats) -> None:
         """Expand a matrix."""
-        step = _step(packed.matrix)
+        matrix, step = packed.matrix, _step(packed.matrix)
         if not step:
             self._numpy.expand(packed, expert, out)
             return
         operands = _Operands(packed, [expert])
         # Nothing is multiplied: x is never looked at, and y is where the values go.
         tasks = operands.tasks(out, out, [0, 1], 1)
-        self._work(self._compiler.worker("expand_packed", packed.matrix.bits, step), tasks, packed.matrix.blocks, 0)
+        worker = self._compiler.worker("expand_packed", matrix.bits, step, matrix.form.element)
+        self._work(worker, tasks, matrix.blocks, 0)
 
     def run(self, products: Sequence[Product], experts: Sequence[int], bounds: Sequence[int]) -> None:
         """Compute all of them, those of one format at the same time."""
-        groups: dict[tuple[str, int, int], list[Product]] = {}
+        groups: dict[tuple[str, int, int, Element], list[Product]] = {}
         for product in products:
             matrix = product.weights.matrix if isinstance(product.weights, Packed) else None
             if matrix is None:
-                groups.setdefault(("multiply_expanded", 0, 0), []).append(product)
+                groups.setdefault(("multiply_expanded", 0, 0, "integer"), []).append(product)
             elif step := _step(matrix):
-                groups.setdefault(("multiply_packed", matrix.bits, step), []).append(product)
+                kind: tuple[str, int, int, Element] = ("multiply_packed", matrix.bits, step, matrix.form.element)
+                groups.setdefault(kind, []).append(product)
             else:
                 self._run_expanding(product, experts, bounds)
-        for (work, bits, step), members in groups.items():
-            self._run(self._compiler.worker(work, bits, step), members, experts, bounds)
+        for work, members in groups.items():
+            self._run(self._compiler.worker(*work), members, experts, bounds)
 
     def _run(self, worker: Worker, products: Sequence[Product], experts: Sequence[int], bounds: Sequence[int]) -> None:
         tables, kept, blocks, tokens = [], [], 0, 0
@@ -255,6 +259,10 @@ class _Operands:
         self.blocks, self._rows, self._depth = matrix.blocks, matrix.out_features, matrix.in_features
         if packed.scales is not None:
             self._add("scales", packed.scales)
+        if packed.global_scales is None:
+            self._columns["global_scale"] = _ONE.ctypes.data
+        else:
+            self._add("global_scale", packed.global_scales)
         if packed.zero_points is not None:
             self._add("zero_points", packed.zero_points)
             self._columns["zero_point_bytes"] = matrix.zero_point_shape[1] if matrix.block_size else 0
@@ -262,7 +270,7 @@ class _Operands:
             row_bytes=matrix.row_bytes,
             blocks=matrix.blocks,
             block_shift=(matrix.block_size // _step(matrix)).bit_length() - 1 if matrix.block_size else 62,
-            scale_kind=_SCALE_KINDS[matrix.scale_dtype.name],
+            scale_kind=_SCALE_KINDS[(matrix.element_scale_dtype or matrix.scale_dtype).name],
         )
 
     def _add(self, name: str, array: NDArray[Any]) -> None:

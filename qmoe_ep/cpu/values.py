@@ -4,10 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from qmoe_ep.cpu.ir import FunctionWriter, vector
+from qmoe_ep.formats import element_values
 
-__all__ = ["ROWS", "Lanes", "decode", "multiply_add", "prefetch", "scale_function", "sum_lanes", "unpack_one"]
+if TYPE_CHECKING:
+    from qmoe_ep.formats import Element
+
+__all__ = [
+    "ROWS",
+    "SCALE_BYTES",
+    "Lanes",
+    "decode",
+    "multiply_add",
+    "prefetch",
+    "scale_function",
+    "sum_lanes",
+    "unpack_one",
+]
+
+SCALE_BYTES = (4, 2, 2, 1, 1)
+"""Of each kind of scale: float32, float16, bfloat16, float8_e8m0, float8_e4m3."""
 
 ROWS = 4
 """Rows that are summed across lanes together."""
@@ -83,21 +103,52 @@ def sum_lanes(f: FunctionWriter, lanes: Lanes, rows: Sequence[str]) -> str:
     return f.shuffle("float", count, both, "poison", [row * (count // 4) for row in range(4)])
 
 
-def decode(f: FunctionWriter, lanes: Lanes, bits: int, step: int, codes: str, zero: str, scale: str) -> list[str]:
-    """``step`` values from the address ``codes``: (code − zero)·scale, as vectors; ``zero`` and ``scale`` floats.
+def decode(
+    f: FunctionWriter, lanes: Lanes, bits: int, element: Element, step: int, codes: str, zero: str, scale: str
+) -> list[str]:
+    """``step`` values from the address ``codes``, as vectors; ``zero`` and ``scale`` are floats.
 
-    Differences are exact in float32, so that each value is rounded once, as in NumPy.
+    They are (code − zero)·scale, or what 4-bit floats spell times the scale. Differences are exact in float32, so that
+    each value is rounded once, as in NumPy.
     """
     kind = lanes.floats
-    zeros, scales = f.splat(lanes.count, "float", zero), f.splat(lanes.count, "float", scale)
+    scales = f.splat(lanes.count, "float", scale)
+    parts = _codes(f, lanes, bits, step, codes)
     if lanes.lookup and bits <= 4:
         # A register of the 16 possible values: looking one up is a single instruction.
-        every = ", ".join(f"float {float(code)}" for code in range(16))
-        values = f.op(f"fmul {kind} {f.op(f'fsub {kind} <{every}>, {zeros}')}, {scales}")
-        look_up = f"call {kind} @llvm.x86.avx512.permvar.sf.512({kind} {values}, {lanes.ints}"
-        return [f.op(f"{look_up} {part})") for part in _codes(f, lanes, bits, step, codes)]
-    numbers = [f.op(f"uitofp {lanes.ints} {part} to {kind}") for part in _codes(f, lanes, bits, step, codes)]
-    return [f.op(f"fmul {kind} {f.op(f'fsub {kind} {number}, {zeros}')}, {scales}") for number in numbers]
+        numbers = [float(code) for code in range(16)]
+        if element == "e2m1":
+            numbers = element_values(np.arange(16, dtype=np.uint8), element, np.float32).tolist()
+        every = f"<{', '.join(f'float {number}' for number in numbers)}>"
+        if element == "integer":
+            every = f.op(f"fsub {kind} {every}, {f.splat(lanes.count, 'float', zero)}")
+        look_up = f"call {kind} @llvm.x86.avx512.permvar.sf.512({kind} {f.op(f'fmul {kind} {every}, {scales}')}"
+        return [f.op(f"{look_up}, {lanes.ints} {part})") for part in parts]
+    if element == "e2m1":
+        values = [_four_bit_floats(f, lanes, part) for part in parts]
+    else:
+        zeros = f.splat(lanes.count, "float", zero)
+        numbers_of = [f.op(f"uitofp {lanes.ints} {part} to {kind}") for part in parts]
+        values = [f.op(f"fsub {kind} {number}, {zeros}") for number in numbers_of]
+    return [f.op(f"fmul {kind} {value}, {scales}") for value in values]
+
+
+def _four_bit_floats(f: FunctionWriter, lanes: Lanes, codes: str) -> str:
+    """What e2m1 codes spell: twice the magnitude is a whole number below 16, looked up by shifting a word of them."""
+    doubles = element_values(np.arange(8, dtype=np.uint8), "e2m1", np.float32) * 2
+    word = sum(int(number) << 4 * code for code, number in enumerate(doubles))
+
+    def constant(number: int) -> str:
+        return f.splat(lanes.count, "i32", str(number))
+
+    ints, kind = lanes.ints, lanes.floats
+    shift = f.op(f"shl {ints} {f.op(f'and {ints} {codes}, {constant(7)}')}, {constant(2)}")
+    double = f.op(f"and {ints} {f.op(f'lshr {ints} {constant(word)}, {shift}')}, {constant(15)}")
+    number = f.op(f"uitofp {ints} {double} to {kind}")
+    magnitude = f.op(f"fmul {kind} {number}, {f.splat(lanes.count, 'float', '0.5')}")
+    sign = f.op(f"shl {ints} {f.op(f'and {ints} {codes}, {constant(8)}')}, {constant(28)}")
+    signed = f.op(f"or {ints} {f.op(f'bitcast {kind} {magnitude} to {ints}')}, {sign}")
+    return f.op(f"bitcast {ints} {signed} to {kind}")
 
 
 def _codes(f: FunctionWriter, lanes: Lanes, bits: int, step: int, codes: str) -> list[str]:
@@ -151,10 +202,14 @@ def _three_bits(f: FunctionWriter, lanes: Lanes, step: int, codes: str) -> list[
 
 
 def scale_function(kind: int) -> str:
-    """A scale as float32: exact for every value of the half types."""
+    """A scale as float32, exactly; its kind is a place in :data:`SCALE_BYTES`."""
     f = FunctionWriter(f"scale_{kind}", [("ptr", "scales"), ("i64", "index")], "float", inline=True)
     if kind == 0:
         return f.finish(f"float {f.load('float', f.at('%scales', '%index', 'float'), 4)}")
+    if kind >= 3:
+        byte = f.op(f"zext i8 {f.load('i8', f.at('%scales', '%index'))} to i32")
+        bits = _power_of_two(f, byte) if kind == 3 else _eight_bit_float(f, byte)
+        return f.finish(f"float {f.op(f'bitcast i32 {bits} to float')}")
     half = f.op(f"zext i16 {f.load('i16', f.at('%scales', '%index', 'i16'), 2)} to i32")
     if kind == 2:
         moved = f.op(f"shl i32 {half}, 16")
@@ -169,6 +224,24 @@ def scale_function(kind: int) -> str:
     bits = f.op(f"select i1 {finite}, i32 {f.op(f'bitcast float {scaled} to i32')}, i32 {endless}")
     signed = f.op(f"or i32 {bits}, {sign}")
     return f.finish(f"float {f.op(f'bitcast i32 {signed} to float')}")
+
+
+def _power_of_two(f: FunctionWriter, byte: str) -> str:
+    """Bits of a float32 of the value of a float8_e8m0; the smallest is subnormal."""
+    smallest = f.op(f"icmp eq i32 {byte}, 0")
+    bits = f.op(f"select i1 {smallest}, i32 {0x00400000}, i32 {f.op(f'shl i32 {byte}, 23')}")
+    return f.op(f"select i1 {f.op(f'icmp eq i32 {byte}, 255')}, i32 {0x7FC00000}, i32 {bits}")
+
+
+def _eight_bit_float(f: FunctionWriter, byte: str) -> str:
+    """Bits of a float32 of the value of a float8_e4m3."""
+    magnitude = f.op(f"and i32 {byte}, 127")
+    # As above: the exponent's bias differs by 120.
+    moved = f.op(f"bitcast i32 {f.op(f'shl i32 {magnitude}, 20')} to float")
+    scaled = f.op(f"bitcast float {f.op(f'fmul float {moved}, 0x4770000000000000')} to i32")
+    bits = f.op(f"select i1 {f.op(f'icmp eq i32 {magnitude}, 127')}, i32 {0x7FC00000}, i32 {scaled}")
+    sign = f.op(f"and i32 {byte}, 128")
+    return f.op(f"or i32 {bits}, {f.op(f'shl i32 {sign}, 24')}")
 
 
 def unpack_one(f: FunctionWriter, bits: int, base: str, index: str) -> str:
