@@ -68,13 +68,23 @@ class PreparedLaunch:
     doing : what errors say was attempted
     """
 
-    __slots__ = ("_config", "_function", "_handle", "_launch", "_parameters", "_pointers", "arguments", "doing")
+    __slots__ = (
+        "_config",
+        "_function",
+        "_handle",
+        "_launch",
+        "_offsets",
+        "_parameters",
+        "_pointers",
+        "arguments",
+        "doing",
+    )
 
     def __init__(self, step: Step, function: Function, stream: Any, doing: str) -> None:
         binding = driver()
         self.doing = doing
         self.arguments: Any = type(step.arguments).from_buffer_copy(step.arguments)
-        self._function, self._handle = function, function.handle
+        self._function, self._handle, self._offsets = function, function.handle, step.offsets
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.arguments))
         # The address as an int is taken by the bindings as it is; anything else is converted at every launch.
         self._parameters = ctypes.addressof(self._pointers)
@@ -113,9 +123,12 @@ class PreparedLaunch:
             config.blockDimX, config.blockDimY, config.blockDimZ = block
 
     def bind(self, pointers: tuple[tuple[str, AddressSource], ...], addresses: Mapping[AddressSource, int]) -> None:
-        """Fill pointer fields; a source that `addresses` lacks becomes null."""
+        """Fill pointer fields; a source that `addresses` lacks becomes null. The step's offsets are added."""
         for field, source in pointers:
             setattr(self.arguments, field, addresses.get(source))
+        for field, offset in self._offsets:
+            if address := getattr(self.arguments, field):
+                setattr(self.arguments, field, address + offset)
 
     def enqueue(self) -> None:
         """Launch: one driver call. The runtime's context must be current.

@@ -108,11 +108,13 @@ class QMoEKernel:
         *,
         weights_layout: Layout | None,
         only_portable: bool,
+        scratch_limit: int,
         telemetry: RouteTelemetry | None,
     ) -> None:
         check_constants(node, initializers, weights_layout=weights_layout)
         self.node, self.node_id, self.telemetry = node, node_id, telemetry
-        self.runtime, self._modules, self._only_portable = runtime, modules, only_portable
+        self.runtime, self._modules = runtime, modules
+        self._only_portable, self._scratch_limit = only_portable, scratch_limit
         self._layout = resolve_layout(node, weights_layout)
         self._lock = threading.RLock()
         self._constants = {i: self._upload(i, value) for i, value in initializers.items()}
@@ -335,7 +337,7 @@ class QMoEKernel:
         prepared.generation = self._scratch.generation
 
     def _prepare(self, call: CallDescription, alignment: Mapping[AddressSource, int]) -> _Prepared:
-        plan = choose_plan(call, self.runtime.capabilities(), alignment, only_portable=self._only_portable)
+        plan = self._choose_plan(call, alignment)
         _LOG.debug("node %s: %d rows take the %s kernels, %s", self.node_id, call.rows, plan.variant, plan.reason)
         self._modules.preload([step.module for step in plan.steps])
         launches = tuple(
@@ -380,13 +382,16 @@ class QMoEKernel:
         with self._lock, self.runtime.lock, self.runtime.current():
             target = [inputs[0]] if outputs is None else outputs
             operands = self._view(inputs, target, valid_rows)
-            alignment = dict(_alignment(operands))
-            return choose_plan(
-                self._describe(operands),
-                self.runtime.capabilities(),
-                alignment,
-                only_portable=self._only_portable,
-            )
+            return self._choose_plan(self._describe(operands), dict(_alignment(operands)))
+
+    def _choose_plan(self, call: CallDescription, alignment: Mapping[AddressSource, int]) -> Plan:
+        return choose_plan(
+            call,
+            self.runtime.capabilities(),
+            alignment,
+            only_portable=self._only_portable,
+            scratch_limit=self._scratch_limit,
+        )
 
     def graph_resources(self) -> GraphResources:
         """A share in everything that the last call's nodes address beside its operands.

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 from qmoe_ep.cuda import tensor as tensors
 from qmoe_ep.cuda.kernel import QMoEKernel
 from qmoe_ep.cuda.tensor import DeviceTensor
+from qmoe_ep.errors import QMoEError
 from qmoe_ep.graph_capture import Capture, CapturedGraph
+from qmoe_ep.kernels.chunks import DEFAULT_SCRATCH_LIMIT
 from qmoe_ep.nvrtc_cache import ModuleCache
 from qmoe_ep.operator import Layout, QMoENode
 from qmoe_ep.provider import ExecutionProvider, forced_portable
@@ -37,9 +39,11 @@ class CudaExecutionProvider(ExecutionProvider):
         (``QMOE_EP_SYNC=1`` does the same)
     route_telemetry : hand out telemetry producers
     kernels : "auto", or "portable" to force the portable kernels (``QMOE_EP_KERNELS`` does the same)
+    scratch_limit : most bytes of scratch that a call may take; calls that would take more work in chunks of rows
 
     Raises
     ------
+    QMoEError : scratch_limit is not positive.
     CudaError : no driver or device; the message says what was tried.
     """
 
@@ -52,8 +56,11 @@ class CudaExecutionProvider(ExecutionProvider):
         synchronous: bool = False,
         route_telemetry: bool = True,
         kernels: str | None = None,
+        scratch_limit: int = DEFAULT_SCRATCH_LIMIT,
     ) -> None:
-        self._only_portable = forced_portable(kernels)
+        if scratch_limit < 1:
+            raise QMoEError(f"scratch_limit: expected a positive number of bytes, got {scratch_limit}; leave it out")
+        self._only_portable, self._scratch_limit = forced_portable(kernels), scratch_limit
         self.runtime = Runtime(device, stream, synchronous)
         self.modules = ModuleCache(self.runtime)
         self.telemetry = TelemetryRegistry(runtime_memory(self.runtime), enabled=route_telemetry)
@@ -88,6 +95,7 @@ class CudaExecutionProvider(ExecutionProvider):
             dict(initializers or {}),
             weights_layout=weights_layout,
             only_portable=self._only_portable,
+            scratch_limit=self._scratch_limit,
             telemetry=self.telemetry.producer(node_id, int(node.k)),
         )
 

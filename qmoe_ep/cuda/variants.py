@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from qmoe_ep.kernels import decode, grouped, portable, prefill
+from qmoe_ep.kernels.chunks import DEFAULT_SCRATCH_LIMIT, plan_in_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,8 +23,20 @@ def choose_plan(
     alignment: Mapping[AddressSource, int] | None = None,
     *,
     only_portable: bool = False,
+    scratch_limit: int = DEFAULT_SCRATCH_LIMIT,
 ) -> Plan:
-    """The plan of the fastest family that serves a call; the portable one serves all."""
+    """The plan of the fastest family that serves a call, in chunks of rows if scratch would exceed a limit in bytes."""
+
+    def make(part: CallDescription, known: Mapping[AddressSource, int]) -> Plan:
+        return _choose_family(part, capabilities, known, only_portable)
+
+    return plan_in_chunks(call, make, alignment or {}, scratch_limit)
+
+
+def _choose_family(
+    call: CallDescription, capabilities: Capabilities, alignment: Mapping[AddressSource, int], only_portable: bool
+) -> Plan:
+    """The fastest family; the portable one serves all."""
     made = None
     if not only_portable and not _is_special(call):
         if prefill.worthwhile(call):

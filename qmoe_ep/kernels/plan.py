@@ -47,6 +47,7 @@ class Step:
     name : for errors, logs and profiles, such as ``"gate_up"``
     arguments : the struct with every scalar filled in; pointers are null until bound
     pointers : (field of the struct, where its address comes from)
+    offsets : (field of the struct, bytes to add to its address unless that is null)
     dependent : launched with programmatic stream serialization; the kernel itself waits for its
         predecessor (``griddepcontrol.wait``) before it reads what that one wrote
     """
@@ -60,6 +61,7 @@ class Step:
     arguments: ctypes.Structure
     pointers: tuple[tuple[str, AddressSource], ...]
     dependent: bool = False
+    offsets: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

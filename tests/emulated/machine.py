@@ -80,6 +80,9 @@ def run_plan(
         arguments = type(step.arguments).from_buffer_copy(step.arguments)
         for field, source in step.pointers:
             setattr(arguments, field, known.get(source))
+        for field, offset in step.offsets:
+            if address := getattr(arguments, field):
+                setattr(arguments, field, address + offset)
         launch = getattr(_library(step.module, arch), f"launch_{step.entry}")
         launch(ctypes.byref(arguments), step.grid[0], step.block[0], backwards)
     return scratch

@@ -16,6 +16,7 @@ import numpy as np
 from qmoe_ep import routing
 from qmoe_ep.activation import activate
 from qmoe_ep.formats import FORMATS, UINT8, ExpertMatrix, WeightFormat
+from qmoe_ep.kernels.chunks import ChunkArguments
 from qmoe_ep.kernels.portable import CombineArguments, DownArguments, GateUpArguments
 from qmoe_ep.kernels.route import GroupArguments, RouteArguments
 from qmoe_ep.quantization import expand_matrix
@@ -146,6 +147,14 @@ def record_call(launch: KernelLaunch, telemetry: int | None, selected: Array, nu
         header = launch.memory.view(telemetry, (HEADER_BYTES,), np.uint8)
         record = launch.memory.view(telemetry, (RecordView.nbytes_of(header),), np.uint8)
         record_routes(record, selected, num_experts, logits)
+
+
+@simulated_kernel("count_chunk_rows", arguments=ChunkArguments)
+def _count_chunk_rows(launch: KernelLaunch) -> None:
+    a, view = launch.arguments, launch.memory.view
+    valid = a.rows if not a.valid_rows else min(a.rows, int(view(a.valid_rows, (1,), np.int32)[0]))
+    starts = np.arange(a.chunks) * a.rows_each
+    view(a.chunk_rows, (a.chunks,), np.int32)[:] = np.clip(valid - starts, 0, a.rows_each)
 
 
 @simulated_kernel("group_count", arguments=GroupArguments)
