@@ -54,8 +54,9 @@ def _plan(problem: Problem, capabilities: Capabilities, alignment: Alignment | N
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_compile_without_spills(name: str, arch: str, rows: int) -> None:
-    if (sorted(VARIANTS).index(name) + rows) % 2 and arch != "sm_90a":
-        pytest.skip("one number of rows is enough here")
+    number = sorted(VARIANTS).index(name)
+    if arch != ("sm_80", "sm_90a", "sm_100")[(number + rows // 40) % 3]:
+        pytest.skip("another architecture stands for these rows")
     plan = _plan(build(replace(VARIANTS[name], leading=(rows,))), Capabilities.for_arch(arch))
     for step in plan.steps:
         for report in compile_module(step.module, arch).report():
