@@ -189,6 +189,7 @@ class GateUpShape:
     Attributes
     ----------
     split : whether activations are two halves
+    wide_logits : whether logits have 32 bits
     units : (slot, tile) pairs
     blocks : of the grid, each of which owns an equal share of the units
     """
@@ -196,6 +197,7 @@ class GateUpShape:
     stream: Stream
     top_k: int
     split: bool
+    wide_logits: bool
     units: int
     blocks: int
 
@@ -205,7 +207,8 @@ class GateUpShape:
         features = TILE_ROWS if call.experts.gating == "none" else TILE_ROWS // 2
         units = call.top_k * -(-call.experts.inter_size // features)
         split = call.dtype != np.dtype(np.float16)
-        return cls(stream, call.top_k, split, units, min(units, capabilities.multiprocessor_count))
+        wide = call.router_dtype.itemsize == 4
+        return cls(stream, call.top_k, split, wide, units, min(units, capabilities.multiprocessor_count))
 
     @property
     def largest_product(self) -> int:
@@ -345,6 +348,7 @@ def _side_by_side(
 ) -> tuple[Geometry, Geometry] | None:
     """Geometry with which a multiprocessor holds a block of either kernel, if there is one."""
     first, second = _registers(gate_up.stream, "gate_up"), _registers(down.stream, "down")
+    first = max(first, 80) if gate_up.wide_logits else first
     warps = {72: 12, 80: 11}.get(first, 10)
     gate = Geometry(warps, 2, first, half)
     # Copies of a warp beyond half of what it has to do, or beyond four stages, only hold the first ones up.
