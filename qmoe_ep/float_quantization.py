@@ -102,13 +102,15 @@ def _four_bits(values: NDArray[np.float32], form: WeightFormat) -> FloatQuantize
         exponent = np.ceil(np.log2(np.where(needed > 0, needed, 1)))
         scales = (np.clip(exponent, -127, 127) + 127).astype(np.uint8).view(E8M0)
     else:
-        largest = needed.reshape(experts, -1).max(axis=1)
-        given = np.where(largest > 0, largest / np.float32(_LARGEST["e4m3"]), 1).astype(np.float32)
-        scales = (needed / given[:, None, None]).astype(E4M3)
+        if form.global_scale == "always":
+            largest = needed.reshape(experts, -1).max(axis=1)
+            given = np.where(largest > 0, largest / np.float32(_LARGEST["e4m3"]), 1).astype(np.float32)
+        scales = (needed / given[:, None, None]).astype(form.scale_dtypes[0])
     steps = scales.astype(np.float32) * given[:, None, None]
     codes = _nearest_e2m1(np.divide(blocks, steps[..., None], out=np.zeros_like(blocks), where=steps[..., None] > 0))
     packed = pack_codes(codes.reshape(values.shape), bits=4)
-    return FloatQuantizedExperts(packed, scales, given, form.name, form.block_size)
+    shared = given if form.global_scale == "always" else None
+    return FloatQuantizedExperts(packed, scales, shared, form.name, form.block_size)
 
 
 def _nearest_e2m1(values: NDArray[np.float32]) -> NDArray[np.uint8]:

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from qmoe_ep.memory import Allocation
     from qmoe_ep.telemetry_memory import RecordMemory
 
-__all__ = ["RouteTelemetry", "TelemetrySnapshot", "take_snapshots"]
+__all__ = ["RouteTelemetry", "TelemetrySnapshot", "give_way", "take_snapshots"]
+
+
+_GIVE_WAY_SECONDS = 1e-4
+"""Longer than it takes to wake a thread."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -433,8 +437,17 @@ def take_snapshots(producers: Sequence[RouteTelemetry]) -> list[tuple[RouteTelem
         data = memory.read([share for _, share in shares], doing)
     finally:
         memory.drain_and_release([share for _, share in shares], doing)
-    now = time.time()
-    return [(producer, producer._decode(copy, now)) for (producer, _), copy in zip(shares, data, strict=True)]
+    now, snapshots = time.time(), list[tuple[RouteTelemetry, TelemetrySnapshot]]()
+    for (producer, _), copy in zip(shares, data, strict=True):
+        if snapshots:
+            give_way()
+        snapshots.append((producer, producer._decode(copy, now)))
+    return snapshots
+
+
+def give_way() -> None:
+    """Let a thread that launches have the interpreter: one that only yields takes it again before the other wakes."""
+    time.sleep(_GIVE_WAY_SECONDS)
 
 
 def _frozen(array: NDArray[Any]) -> NDArray[Any]:

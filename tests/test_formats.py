@@ -18,9 +18,16 @@ from special_problems import FORMS, FUNCTIONS, naive, special
 from test_cuda_provider import run as run_on_gpu
 from test_kernels_portable import _emulate
 
-from qmoe_ep import CpuExecutionProvider, CudaExecutionProvider, QMoEError, QMoENode, unsupported_reason
-from qmoe_ep.formats import E4M3, E8M0, FORMATS, element_values
-from qmoe_ep.operator import INPUT_NAMES
+from qmoe_ep import (
+    CpuExecutionProvider,
+    CudaExecutionProvider,
+    QMoEError,
+    QMoENode,
+    quantize_float_experts,
+    unsupported_reason,
+)
+from qmoe_ep.formats import E4M3, E8M0, FORMATS, WeightFormat, element_values
+from qmoe_ep.operator import INPUT_NAMES, MATRIX_INPUTS
 from qmoe_ep.quantization import columns_to_raw, raw_to_columns
 
 # Importing them is what registers the simulated kernels.
@@ -109,6 +116,34 @@ def test_columns_and_rows(seed: int, experts: int) -> None:
     packed = np.random.default_rng(seed).integers(0, 256, (experts, 6, 5), np.uint8)
     assert raw_to_columns(packed).shape == (experts, 10, 3)
     np.testing.assert_array_equal(columns_to_raw(raw_to_columns(packed)), packed)
+
+
+@pytest.mark.parametrize("function", ["swiglu with fc3", "geglu", "relu2"])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_further_format_is_one_entry(
+    gpu: CudaExecutionProvider, monkeypatch: pytest.MonkeyPatch, function: str, rows: int
+) -> None:
+    """4-bit floats in blocks of 64 with float16 scales and none per expert, which no file has."""
+    monkeypatch.setitem(FORMATS, "fp4 in 64", WeightFormat("fp4 in 64", "e2m1", 4, 64, (np.dtype(np.float16),)))
+    problem = special("fp4", function, 8, rows=rows)
+    attributes = {**problem.attributes, "quant_type": "fp4 in 64", "block_size": 64}
+    random, inputs = np.random.default_rng(8), [*problem.inputs[:15]]
+    fused = 2 if problem.node.swiglu_fusion else 1
+    for (weights, scales, bias, _), out, inner in (
+        (MATRIX_INPUTS["fc1"], fused * 128, 64),
+        (MATRIX_INPUTS["fc2"], 64, 128),
+        (MATRIX_INPUTS["fc3"], 128, 64),
+    ):
+        if weights < len(inputs) and inputs[weights] is not None:
+            quantized = quantize_float_experts(random.standard_normal((5, out, inner)), quant_type="fp4 in 64")
+            inputs[weights], inputs[scales], inputs[bias] = quantized.packed, quantized.scales, None
+            assert quantized.global_scale is None
+            assert quantized.scales is not None
+            assert quantized.scales.dtype == np.float16
+    problem = replace(problem, attributes=attributes, inputs=inputs)
+    problem.check_closely(run_on_gpu(gpu, problem))
+    for kernels in ("portable", "auto"):
+        problem.check_closely(CpuExecutionProvider(kernels=kernels).create_kernel(problem.node, 1)(*inputs))
 
 
 # --- what doesn't fit --------------------------------------------------------------------------------

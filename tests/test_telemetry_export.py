@@ -424,6 +424,28 @@ def test_snapshots_while_another_thread_runs(provider: Any) -> None:
     assert all(row % 8 == 0 for row in rows)
 
 
+def test_snapshots_while_a_graph_replays(gpu: CudaExecutionProvider) -> None:
+    """Windows end between replays; no snapshot holds parts of two, or of a replay."""
+    layers, seen = [Layer(gpu, node) for node in (1, 2)], []
+    for layer in layers:
+        layer.run()
+    with gpu.capture() as capture:
+        for layer in layers:
+            layer.run()
+    once = np.array(expected_counts())
+    with TelemetryExporter(gpu, interval=0.001, callback=seen.append):
+        for number in range(80):
+            if number % 20 == 0:
+                for layer in layers:
+                    layer.kernel.telemetry.reset_boundary()
+            capture.graph.replay()
+    capture.graph.close()
+    assert [named.snapshot.rows for named in seen[-1]] == [160, 160]
+    for round_ in seen:
+        for named in round_:
+            assert named.snapshot.counts.tolist() == (once * (named.snapshot.rows // 8)).tolist()
+
+
 def test_replays_resets_and_rows_that_count(gpu: CudaExecutionProvider) -> None:
     """A graph padded to 8 rows of which 5 are valid: snapshots between replays, resets, pauses, and after disarm."""
     layer, seen = Layer(gpu), []

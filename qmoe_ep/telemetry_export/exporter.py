@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from qmoe_ep.errors import CaptureError, QMoEError
-from qmoe_ep.route_telemetry import take_snapshots
+from qmoe_ep.route_telemetry import give_way, take_snapshots
 from qmoe_ep.telemetry_export.prometheus import DEFAULT_EXPERT_SERIES, SnapshotCollector, serve_metrics
 from qmoe_ep.telemetry_export.records import RecordWriter
 from qmoe_ep.telemetry_export.schema import NamedSnapshot
@@ -149,7 +149,9 @@ class TelemetryExporter:
             if snapshots:
                 self._latest = snapshots
             if self._writer is not None:
-                self._writer.write(snapshots)
+                for named in snapshots:
+                    self._writer.write([named])
+                    give_way()
             if self._callback is not None:
                 self._callback(snapshots)
             return snapshots

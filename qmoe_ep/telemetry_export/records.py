@@ -18,6 +18,7 @@ __all__ = ["RecordFollower", "RecordWriter", "read_records"]
 
 _TAIL_BYTES = 1 << 16
 _CHUNK_BYTES = 1 << 20
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class RecordWriter:
@@ -66,7 +67,7 @@ class RecordWriter:
         QMoEError : the disk is full, say; what was written completely stays.
         """
         for record in records:
-            line = json.dumps(snapshot_to_record(record), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+            line = _encode(snapshot_to_record(record)).encode() + b"\n"
             try:
                 size = os.fstat(self._descriptor).st_size
                 if size and size + len(line) > self._max_bytes:
