@@ -292,6 +292,9 @@ __device__ __forceinline__ void gate_up(const GateUpArguments& a) {
     wild = __syncthreads_or(wild);
     stream.fill(L::kAhead, L::kStages);
     allow_successor();
+    if (blockIdx.x == 0 && warp == warps - 1) {  // none has less to do
+        record_selected<Logit>(a, selected, lane);
+    }
     if (wild) {
         stream.template run<true>();
     } else {
@@ -299,10 +302,6 @@ __device__ __forceinline__ void gate_up(const GateUpArguments& a) {
     }
     __syncthreads();
     finish_gate_up<L>(a, work, shares, units);
-    // Last, where it takes no registers from the loop above.
-    if (blockIdx.x == 0 && warp == warps - 1) {
-        record_selected<Logit>(a, selected, lane);
-    }
 }
 
 template <class L>
