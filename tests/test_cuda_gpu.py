@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 MODELS = Path(__file__).parent / "data" / "models"
 ROWS = (1, 2, 5, 33, 130)
-ROUNDED = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
+ROUNDED = {"float32": 8e-6, "float16": 1e-3, "bfloat16": 8e-3}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,8 @@ def check(problem: Problem, actual: np.ndarray[Any, Any], variant: str) -> None:
     problem.check(actual)
     got, want = actual.astype(np.float64), problem.expected
     error = np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
-    assert error.max() <= ROUNDED[problem.recipe.dtype] * (1 if problem.recipe.dtype != "float32" else 4)
+    # Codes of one bit have values of one sign, so that twice as much of a sum cancels.
+    assert error.max() <= ROUNDED[problem.recipe.dtype] * (2 if 1 in problem.recipe.bits else 1)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -83,8 +83,9 @@ def test_a_torch_consumer_waits_for_late_work(gpu: CudaExecutionProvider, torch:
         torch.cuda._sleep(DELAY)
     target.copy_from(source)
     with torch.cuda.stream(torch.cuda.Stream()):
-        total = torch.from_dlpack(target).double().sum()
-    assert float(total) == (1 << 20) * ((1 << 20) - 1) / 2
+        # Read on the same stream: another one would have to wait for it.
+        total = float(torch.from_dlpack(target).double().sum())
+    assert total == (1 << 20) * ((1 << 20) - 1) / 2
 
 
 def test_memory_is_shared_both_ways_and_outlives_its_owner(gpu: CudaExecutionProvider, torch: Any) -> None:
