@@ -1,8 +1,9 @@
 """The prefill kernel family: grouped products on Hopper's tensor cores (compute capability 9.0) for many rows.
 
-Device code: ``prefill_gather.cuh`` (input vectors by expert), ``prefill.cuh`` (FC1 with activation, FC2) on
-``prefill_multiply.cuh`` (the inner loop), ``prefill_fragments.cuh`` (codes to tensor-core operands),
-``prefill_group.cuh`` (routes sorted by expert) and ``prefill_combine.cuh``; routing is that of all families.
+Device code: ``prefill_permute.cuh`` (input vectors in the order of the products), ``prefill.cuh`` (FC1 with activation,
+FC2) on ``prefill_stages.cuh`` (copies into shared memory), ``prefill_multiply.cuh`` (the inner loop) and
+``prefill_fragments.cuh`` (codes to tensor-core operands), ``prefill_group.cuh`` (routes sorted by expert) and
+``prefill_combine.cuh``; routing is that of all families.
 
 Numbers: codes minus zero points are exact in half precision. With blocks they are multiplied by the scale in half
 precision, which rounds the scale (unless it has the input's type) and the weight once each; row-wise scales multiply
@@ -31,12 +32,12 @@ from qmoe_ep.kernels.prefill_abi import (
     CombineArguments,
     DownArguments,
     GateUpArguments,
-    GatherArguments,
     LaneRowsApart,
+    PermuteArguments,
     RowsApart,
     SortArguments,
 )
-from qmoe_ep.kernels.route import MAX_GRID_X, group_scratch, group_steps, largest_tile_count, route_scratch, route_step
+from qmoe_ep.kernels.route import MAX_GRID_X, largest_tile_count, route_scratch, route_step
 from qmoe_ep.kernels.translation_unit import Entry, device_type, dtype_tag, module_name, translation_unit
 from qmoe_ep.operator import MATRIX_INPUTS
 
@@ -48,9 +49,10 @@ if TYPE_CHECKING:
 
 __all__ = ["plan", "unserved_reason", "worthwhile"]
 
-VERSION = 1
+VERSION = 2
 _TILE_TOKENS, _TILE_ROWS, _STEP_INNER, _LANE_CODES = 128, 256, 128, 32
-_THREADS, _GATHER_THREADS, _GATHER_ROUTES = 256, 256, 8
+_CLASS_TOKENS = (128, 64, 32)
+_THREADS, _PERMUTE_THREADS = 384, 256
 # kSharedBytes of the device code, and room to align it.
 _SHARED_BYTES = (224 + 1) << 10
 _STATIC_SHARED_BYTES = 1024
@@ -82,8 +84,14 @@ def unserved_reason(call: CallDescription, capabilities: Capabilities) -> str | 
         return f"H = {experts.hidden_size} and I = {experts.inter_size} are not both multiples of 16"
     if experts.fc3 is not None and _format_key(experts.fc1) != _format_key(experts.fc3):
         return "FC1 and FC3 differ in width, scale type or zero points"
+    if experts.num_experts > _MAX_SORTED_EXPERTS:
+        return f"{experts.num_experts} experts are more than {_MAX_SORTED_EXPERTS}"
     row_tiles = max(_row_tiles(call), -(-experts.hidden_size // _TILE_ROWS))
-    if call.routes > _MAX_INT // 16 or largest_tile_count(call, _TILE_TOKENS) * row_tiles > _MAX_INT // 2:
+    vectors = (call.rows * _tokens_row(call), call.routes * _activated_row(call))
+    # Vectors are addressed in units of 16 bytes.
+    if call.routes > _MAX_INT // 16 or max(vectors) >= 16 * 2**32:
+        return "there are more routes, or vectors of more bytes, than 32 bits count"
+    if largest_tile_count(call, _TILE_TOKENS) * row_tiles > _MAX_INT // 2:
         return "there are more tiles than 32 bits count"
     return None
 
@@ -108,9 +116,9 @@ def plan(
     steps = (
         route_step(call),
         *_sort_steps(call),
-        _gather_step(call, capabilities, known, pieces),
-        _gate_up_step(call, capabilities, known, pieces, portable_steps["gate_up_many"].arguments.scalars),
-        _down_step(call, capabilities, known, pieces),
+        _permute_step(call, capabilities, known, pieces),
+        *_gate_up_steps(call, capabilities, known, pieces, portable_steps["gate_up_many"].arguments.scalars),
+        *_down_steps(call, capabilities, known, pieces),
         *(_exact_steps(portable_steps) if _checked(call) else ()),
         _combine_step(call, known),
     )
@@ -131,46 +139,48 @@ def _row_tiles(call: CallDescription) -> int:
     return -(-call.experts.inter_size // features)
 
 
-def _image_rows(call: CallDescription) -> int:
-    """Rows of an image: groups start at multiples of 8, moved up by 8 per expert, and a tile reads up to 128 rows."""
-    return -(-call.routes // 8) * 8 + 8 * call.experts.num_experts + _TILE_TOKENS
+def _tokens_row(call: CallDescription) -> int:
+    """Bytes of an input vector, padded to whole steps."""
+    return -(-call.experts.hidden_size // _STEP_INNER) * 2 * _STEP_INNER
+
+
+def _activated_row(call: CallDescription) -> int:
+    """Bytes of an activated vector, padded to whole tiles of features."""
+    return _row_tiles(call) * (1 if call.experts.gating != "none" else 2) * 2 * _STEP_INNER
 
 
 def _activated_bytes(call: CallDescription) -> int:
-    steps = _row_tiles(call) * (1 if call.experts.gating != "none" else 2)
-    return steps * 2 * _STEP_INNER * _image_rows(call)
-
-
-def _tokens_bytes(call: CallDescription) -> int:
-    return -(-call.experts.hidden_size // _STEP_INNER) * 2 * _STEP_INNER * _image_rows(call)
+    return call.routes * _activated_row(call)
 
 
 def _scratch(call: CallDescription, pieces: int) -> tuple[tuple[str, int], ...]:
-    images = _activated_bytes(call) + _tokens_bytes(call)
+    vectors = _activated_bytes(call) + call.rows * _tokens_row(call)
     scratch = (
         *route_scratch(call),
         *_sort_scratch(call),
         ("contributions", 4 * call.routes * call.experts.hidden_size),
     )
     if not _checked(call):
-        return (*scratch, ("workspace", images))
-    # The portable kernels come after both products and may overwrite the images.
+        return (*scratch, ("workspace", vectors))
+    # The portable kernels come after both products and may overwrite the vectors.
     activated = 4 * call.routes * portable.activated_stride(call)
     return (
         *scratch,
-        ("workspace", max(images, activated)),
-        ("route_state", 2 * _image_rows(call)),
+        ("workspace", max(vectors, activated)),
+        ("zero_rows", call.rows),
+        ("route_state", 2 * call.routes),
         ("exact_tiles", 16 * pieces * largest_tile_count(call, _TILE_TOKENS)),
         ("exact_tile_count", 4),
     )
 
 
-def _rows_apart(matrix: ExpertMatrix, upper: int, band: int) -> LaneRowsApart:
-    """Bytes between a lane's rows, which are ``upper`` and ``band`` rows apart."""
+def _rows_apart(matrix: ExpertMatrix, upper: int, band: int, lane: int) -> LaneRowsApart:
+    """Bytes between a lane's rows, and to those of the lane fed with it; all given in rows."""
     zero_points = packed_bytes(matrix.blocks, matrix.bits)
     scales = matrix.blocks * matrix.scale_dtype.itemsize
-    apart = [RowsApart(rows * matrix.row_bytes, rows * scales, rows * zero_points) for rows in (upper, band)]
-    return LaneRowsApart(*apart)
+    return LaneRowsApart(
+        *(RowsApart(rows * matrix.row_bytes, rows * scales, rows * zero_points) for rows in (upper, band, lane))
+    )
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------
@@ -194,20 +204,20 @@ def _format(matrix: ExpertMatrix) -> tuple[str, str]:
     return format_type(matrix, 1)
 
 
-def _gather_module(call: CallDescription, alignment: Mapping[AddressSource, int]) -> ModuleSource:
+def _permute_module(call: CallDescription, alignment: Mapping[AddressSource, int]) -> ModuleSource:
     load_bytes = 16 if alignment.get(0, 16) >= 16 else 2
     checked = _checked(call)
-    body = f"qmoe::prefill::gather<{load_bytes}, {str(checked).lower()}>"
-    entry = Entry("prefill_gather", GatherArguments, "qmoe::prefill::GatherArguments", body, _GATHER_THREADS, 3)
-    name = module_name("prefill", VERSION, "gather", f"x{load_bytes}", "checked" if checked else "plain")
-    return translation_unit(name, ("prefill_gather.cuh",), (), (entry,))
+    body = f"qmoe::prefill::permute<{load_bytes}, {str(checked).lower()}>"
+    entry = Entry("prefill_permute", PermuteArguments, "qmoe::prefill::PermuteArguments", body, _PERMUTE_THREADS, 3)
+    name = module_name("prefill", VERSION, "permute", f"x{load_bytes}", "checked" if checked else "plain")
+    return translation_unit(name, ("prefill_permute.cuh",), (), (entry,))
 
 
 _GATING = {"none": "kNone", "interleaved": "kInterleaved", "halves": "kHalves", "fc3": "kThird"}
 _ACTIVATION = {"relu": "kRelu", "gelu": "kGelu", "silu": "kSilu", "identity": "kIdentity", "swiglu": "kIdentity"}
 
 
-def _gate_up_module(call: CallDescription, alignment: Mapping[AddressSource, int]) -> ModuleSource:
+def _gate_up_module(call: CallDescription, alignment: Mapping[AddressSource, int], tile_class: int) -> ModuleSource:
     experts = call.experts
     upper = experts.fc1 if experts.fc3 is None else experts.fc3
     weights, tag = _weights_type((experts.fc1, upper), alignment)
@@ -215,9 +225,9 @@ def _gate_up_module(call: CallDescription, alignment: Mapping[AddressSource, int
     function = "silu" if experts.gating != "none" else call.node.activation_type
     layout = (
         f"using Layout = qmoe::prefill::GateUp<{device_type(call.dtype)}, {weights}, {upper_format}, "
-        f"qmoe::Gating::{_GATING[experts.gating]}, qmoe::Activation::{_ACTIVATION[function]}>;"
+        f"qmoe::Gating::{_GATING[experts.gating]}, qmoe::Activation::{_ACTIVATION[function]}, {tile_class}>;"
     )
-    tags = [experts.gating, function, dtype_tag(call.dtype), tag]
+    tags = [f"n{_CLASS_TOKENS[tile_class]}", experts.gating, function, dtype_tag(call.dtype), tag]
     if experts.fc3 is not None:
         tags.append(f"b{dtype_tag(upper.bias_dtype)}")
     entry = Entry(
@@ -230,13 +240,13 @@ def _gate_up_module(call: CallDescription, alignment: Mapping[AddressSource, int
     return translation_unit(module_name("prefill", VERSION, "gate_up", *tags), ("prefill.cuh",), (layout,), (entry,))
 
 
-def _down_module(call: CallDescription, alignment: Mapping[AddressSource, int]) -> ModuleSource:
+def _down_module(call: CallDescription, alignment: Mapping[AddressSource, int], tile_class: int) -> ModuleSource:
     weights, tag = _weights_type((call.experts.fc2,), alignment)
-    layout = f"using Layout = qmoe::prefill::Down<{device_type(call.dtype)}, {weights}>;"
+    layout = f"using Layout = qmoe::prefill::Down<{device_type(call.dtype)}, {weights}, {tile_class}>;"
     entry = Entry(
         "prefill_down", DownArguments, "qmoe::prefill::DownArguments", "qmoe::prefill::down<Layout>", _THREADS
     )
-    name = module_name("prefill", VERSION, "down", dtype_tag(call.dtype), tag)
+    name = module_name("prefill", VERSION, "down", f"n{_CLASS_TOKENS[tile_class]}", dtype_tag(call.dtype), tag)
     return translation_unit(name, ("prefill.cuh",), (layout,), (entry,))
 
 
@@ -264,8 +274,9 @@ def _combine_module(call: CallDescription, alignment: Mapping[AddressSource, int
 
 # --- steps ------------------------------------------------------------------------------------------------------------
 
-_GROUPED: tuple[tuple[str, AddressSource], ...] = (("tiles", "group_tiles"), ("tile_count", "tile_count"))
-_IMAGES: tuple[tuple[str, AddressSource], ...] = (("workspace", "workspace"),)
+_GROUPED: tuple[tuple[str, AddressSource], ...] = (("tiles", "group_tiles"), ("tile_ends", "tile_ends"))
+_SORTED: tuple[tuple[str, AddressSource], ...] = (("grouped_routes", "grouped_routes"), *_GROUPED)
+_VECTORS: tuple[tuple[str, AddressSource], ...] = (("workspace", "workspace"),)
 _WATCHED: tuple[tuple[str, AddressSource], ...] = (
     ("route_state", "route_state"),
     ("exact_tile_count", "exact_tile_count"),
@@ -283,20 +294,16 @@ def _chunks(call: CallDescription) -> tuple[int, int]:
 
 
 def _sort_scratch(call: CallDescription) -> tuple[tuple[str, int], ...]:
-    if call.experts.num_experts > _MAX_SORTED_EXPERTS:
-        return group_scratch(call, _TILE_TOKENS)
     return (
         ("chunk_counts", 4 * _chunks(call)[0] * call.experts.num_experts),
         ("grouped_routes", 4 * call.routes),
         ("group_tiles", 16 * largest_tile_count(call, _TILE_TOKENS)),
-        ("tile_count", 4),
+        ("tile_ends", 4 * len(_CLASS_TOKENS)),
     )
 
 
 def _sort_steps(call: CallDescription) -> tuple[Step, ...]:
     """The launches that sort routes by expert and list tiles, as ``route.group_steps`` but for many routes."""
-    if call.experts.num_experts > _MAX_SORTED_EXPERTS:
-        return group_steps(call, _TILE_TOKENS)
     chunks, per_chunk = _chunks(call)
     module = _sort_module()
 
@@ -311,8 +318,7 @@ def _sort_steps(call: CallDescription) -> tuple[Step, ...]:
         pointers: tuple[tuple[str, AddressSource], ...] = (
             ("route_experts", "route_experts"),
             ("chunk_counts", "chunk_counts"),
-            ("grouped_routes", "grouped_routes"),
-            *_GROUPED,
+            *_SORTED,
         )
         grid, block = (chunks, 1, 1), (_SORT_THREADS, 1, 1)
         return Step(name, module, f"prefill_{name}", grid, block, 0, arguments, pointers, dependent=True)
@@ -342,32 +348,25 @@ def _combine_step(call: CallDescription, alignment: Mapping[AddressSource, int])
     )
 
 
-def _gather_step(
+def _permute_step(
     call: CallDescription, capabilities: Capabilities, alignment: Mapping[AddressSource, int], pieces: int
 ) -> Step:
-    arguments = GatherArguments(
-        image_rows=_image_rows(call),
+    arguments = PermuteArguments(
         tokens_offset=_activated_bytes(call),
-        top_k=call.top_k,
+        rows=call.rows,
+        routes=call.routes,
         hidden=call.experts.hidden_size,
         exact_split=pieces,
     )
-    turns = largest_tile_count(call, _TILE_TOKENS) * (_TILE_TOKENS // _GATHER_ROUTES)
-    pointers: tuple[tuple[str, AddressSource], ...] = (
-        ("input", 0),
-        ("grouped_routes", "grouped_routes"),
-        *_GROUPED,
-        *_IMAGES,
-        *_watched(call),
-    )
+    pointers: tuple[tuple[str, AddressSource], ...] = (("input", 0), *_GROUPED, *_VECTORS)
     if _checked(call):
-        pointers = (*pointers, ("exact_tiles", "exact_tiles"))
+        pointers = (*pointers, *_watched(call), ("zero_rows", "zero_rows"), ("exact_tiles", "exact_tiles"))
     return Step(
-        "gather",
-        _gather_module(call, alignment),
-        "prefill_gather",
-        (min(turns, 8 * capabilities.multiprocessor_count), 1, 1),
-        (_GATHER_THREADS, 1, 1),
+        "permute",
+        _permute_module(call, alignment),
+        "prefill_permute",
+        (min(-(-call.rows * 32 // _PERMUTE_THREADS), 8 * capabilities.multiprocessor_count), 1, 1),
+        (_PERMUTE_THREADS, 1, 1),
         0,
         arguments,
         pointers,
@@ -375,67 +374,75 @@ def _gather_step(
     )
 
 
-def _gate_up_step(
+def _gate_up_steps(
     call: CallDescription,
     capabilities: Capabilities,
     alignment: Mapping[AddressSource, int],
     pieces: int,
     scalars: GateScalars,
-) -> Step:
+) -> tuple[Step, ...]:
     apart = {"none": _STEP_INNER, "interleaved": 1, "halves": call.experts.inter_size, "fc3": 0}
+    feature_rows = 2 if call.experts.gating == "interleaved" else 1
     arguments = GateUpArguments(
-        apart=_rows_apart(
-            call.experts.fc1, apart[call.experts.gating], 2 if call.experts.gating == "interleaved" else 1
-        ),
-        image_rows=_image_rows(call),
+        apart=_rows_apart(call.experts.fc1, apart[call.experts.gating], feature_rows, 16 * feature_rows),
         tokens_offset=_activated_bytes(call),
+        routes=call.routes,
+        top_k=call.top_k,
         hidden=call.experts.hidden_size,
         inter=call.experts.inter_size,
         exact_split=pieces,
         scalars=scalars,
     )
     items = largest_tile_count(call, _TILE_TOKENS) * _row_tiles(call)
-    return Step(
-        "gate_up",
-        _gate_up_module(call, alignment),
-        "prefill_gate_up",
-        (min(items, capabilities.multiprocessor_count), 1, 1),
-        (_THREADS, 1, 1),
-        _SHARED_BYTES,
-        arguments,
-        (*matrix_pointers("fc1", "fc3"), *_GROUPED, *_IMAGES, *_watched(call)),
-        dependent=True,
+    return tuple(
+        Step(
+            f"gate_up_{tokens}",
+            _gate_up_module(call, alignment, tile_class),
+            "prefill_gate_up",
+            (min(items, capabilities.multiprocessor_count), 1, 1),
+            (_THREADS, 1, 1),
+            _SHARED_BYTES,
+            arguments,
+            (*matrix_pointers("fc1", "fc3"), *_SORTED, *_VECTORS, *_watched(call)),
+            dependent=True,
+        )
+        for tile_class, tokens in enumerate(_CLASS_TOKENS)
     )
 
 
-def _down_step(
+def _down_steps(
     call: CallDescription, capabilities: Capabilities, alignment: Mapping[AddressSource, int], pieces: int
-) -> Step:
+) -> tuple[Step, ...]:
     arguments = DownArguments(
-        apart=_rows_apart(call.experts.fc2, 8, 16),
-        image_rows=_image_rows(call),
+        apart=_rows_apart(call.experts.fc2, 8, 16, 128),
+        routes=call.routes,
+        top_k=call.top_k,
+        row_bytes=_activated_row(call),
         hidden=call.experts.hidden_size,
         inter=call.experts.inter_size,
         exact_split=pieces,
     )
     items = largest_tile_count(call, _TILE_TOKENS) * -(-call.experts.hidden_size // _TILE_ROWS)
-    return Step(
-        "down",
-        _down_module(call, alignment),
-        "prefill_down",
-        (min(items, capabilities.multiprocessor_count), 1, 1),
-        (_THREADS, 1, 1),
-        _SHARED_BYTES,
-        arguments,
-        (
-            *matrix_pointers("fc2"),
-            ("grouped_routes", "grouped_routes"),
-            *_GROUPED,
-            *_IMAGES,
-            *_watched(call),
-            ("contributions", "contributions"),
-        ),
-        dependent=True,
+    return tuple(
+        Step(
+            f"down_{tokens}",
+            _down_module(call, alignment, tile_class),
+            "prefill_down",
+            (min(items, capabilities.multiprocessor_count), 1, 1),
+            (_THREADS, 1, 1),
+            _SHARED_BYTES,
+            arguments,
+            (
+                *matrix_pointers("fc2"),
+                *_SORTED,
+                *_VECTORS,
+                *_watched(call),
+                *((("zero_rows", "zero_rows"),) if _checked(call) else ()),
+                ("contributions", "contributions"),
+            ),
+            dependent=True,
+        )
+        for tile_class, tokens in enumerate(_CLASS_TOKENS)
     )
 
 

@@ -14,8 +14,8 @@ __all__ = [
     "CombineArguments",
     "DownArguments",
     "GateUpArguments",
-    "GatherArguments",
     "LaneRowsApart",
+    "PermuteArguments",
     "RowsApart",
     "SortArguments",
 ]
@@ -23,21 +23,21 @@ __all__ = [
 _POINTER = ctypes.c_void_p
 
 
-class GatherArguments(ctypes.Structure):
-    """``qmoe::prefill::GatherArguments``."""
+class PermuteArguments(ctypes.Structure):
+    """``qmoe::prefill::PermuteArguments``."""
 
     _fields_ = (
         ("input", _POINTER),
-        ("grouped_routes", _POINTER),
         ("tiles", _POINTER),
-        ("tile_count", _POINTER),
+        ("tile_ends", _POINTER),
         ("workspace", _POINTER),
+        ("zero_rows", _POINTER),
         ("route_state", _POINTER),
         ("exact_tiles", _POINTER),
         ("exact_tile_count", _POINTER),
-        ("image_rows", ctypes.c_longlong),
         ("tokens_offset", ctypes.c_longlong),
-        ("top_k", ctypes.c_int),
+        ("rows", ctypes.c_int),
+        ("routes", ctypes.c_int),
         ("hidden", ctypes.c_int),
         ("exact_split", ctypes.c_int),
     )
@@ -51,7 +51,7 @@ class SortArguments(ctypes.Structure):
         ("chunk_counts", _POINTER),
         ("grouped_routes", _POINTER),
         ("tiles", _POINTER),
-        ("tile_count", _POINTER),
+        ("tile_ends", _POINTER),
         ("routes", ctypes.c_int),
         ("experts", ctypes.c_int),
         ("chunks", ctypes.c_int),
@@ -73,7 +73,7 @@ class RowsApart(ctypes.Structure):
 class LaneRowsApart(ctypes.Structure):
     """``qmoe::prefill::LaneRowsApart``."""
 
-    _fields_ = (("upper", RowsApart), ("band", RowsApart))
+    _fields_ = (("upper", RowsApart), ("band", RowsApart), ("lane", RowsApart))
 
 
 class GateUpArguments(ctypes.Structure):
@@ -81,14 +81,16 @@ class GateUpArguments(ctypes.Structure):
 
     _fields_ = (
         *matrix_fields("fc1", "fc3"),
+        ("grouped_routes", _POINTER),
         ("tiles", _POINTER),
-        ("tile_count", _POINTER),
+        ("tile_ends", _POINTER),
         ("workspace", _POINTER),
         ("route_state", _POINTER),
         ("exact_tile_count", _POINTER),
-        ("image_rows", ctypes.c_longlong),
         ("tokens_offset", ctypes.c_longlong),
         ("apart", LaneRowsApart),
+        ("routes", ctypes.c_int),
+        ("top_k", ctypes.c_int),
         ("hidden", ctypes.c_int),
         ("inter", ctypes.c_int),
         ("exact_split", ctypes.c_int),
@@ -103,13 +105,16 @@ class DownArguments(ctypes.Structure):
         *matrix_fields("fc2"),
         ("grouped_routes", _POINTER),
         ("tiles", _POINTER),
-        ("tile_count", _POINTER),
+        ("tile_ends", _POINTER),
         ("workspace", _POINTER),
+        ("zero_rows", _POINTER),
         ("route_state", _POINTER),
         ("exact_tile_count", _POINTER),
         ("contributions", _POINTER),
-        ("image_rows", ctypes.c_longlong),
         ("apart", LaneRowsApart),
+        ("routes", ctypes.c_int),
+        ("top_k", ctypes.c_int),
+        ("row_bytes", ctypes.c_int),
         ("hidden", ctypes.c_int),
         ("inter", ctypes.c_int),
         ("exact_split", ctypes.c_int),

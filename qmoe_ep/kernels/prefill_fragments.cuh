@@ -33,16 +33,18 @@ struct RowsApart {
     long long zero_points;
 };
 
-// Bytes from a lane's first row to its others: from the lower to the upper row of a band, from band to band.
+// Bytes from a lane's first row to its others: from the lower to the upper row of a band, from band to band; and to the
+// rows of the lane that is fed with it.
 struct LaneRowsApart {
     RowsApart upper;
     RowsApart band;
+    RowsApart lane;
 };
 
 constexpr int kLaneRows = 4;
 
-// The weight rows of one lane: lower and upper row of its first band, then of its second. The distances are the same
-// for all lanes and so cost them no registers.
+// The weight rows of one lane: lower and upper row of its first band, then of its second; then those of another lane. The
+// distances are the same for all lanes and so cost them no registers.
 struct LaneRows {
     const unsigned char* codes;  // of the first
     const unsigned char* scales;
@@ -53,13 +55,13 @@ struct LaneRows {
 
     __device__ __forceinline__ bool has(int i) const { return present >> i & 1u; }
     __device__ __forceinline__ long long codes_offset(int i) const {
-        return (i % 2 ? apart.upper.codes : 0) + (i / 2 ? apart.band.codes : 0);
+        return (i % 2 ? apart.upper.codes : 0) + (i / 2 % 2 ? apart.band.codes : 0) + (i / 4 ? apart.lane.codes : 0);
     }
     __device__ __forceinline__ long long scales_offset(int i) const {
-        return (i % 2 ? apart.upper.scales : 0) + (i / 2 ? apart.band.scales : 0);
+        return (i % 2 ? apart.upper.scales : 0) + (i / 2 % 2 ? apart.band.scales : 0) + (i / 4 ? apart.lane.scales : 0);
     }
     __device__ __forceinline__ long long zero_points_offset(int i) const {
-        return (i % 2 ? apart.upper.zero_points : 0) + (i / 2 ? apart.band.zero_points : 0);
+        return (i % 2 ? apart.upper.zero_points : 0) + (i / 2 % 2 ? apart.band.zero_points : 0) + (i / 4 ? apart.lane.zero_points : 0);
     }
 };
 
@@ -172,27 +174,29 @@ __device__ __forceinline__ void copy_codes(unsigned to, unsigned piece_stride, c
     }
 }
 
-// Read the scales and zero points of a lane's rows at inner element `inner`, a multiple of 32; zero past the end.
-template <class W>
+// Read the scales and zero points of a lane's rows, or the other's, at inner element `inner`, a multiple of 32; zero past
+// the end.
+template <class W, int which_lane>
 __device__ __forceinline__ void load_scales(const LaneRows& rows, int inner, int in_features,
                                             PendingScales<W>& pending) {
     using F = typename W::Format;
     if constexpr (W::kBlocks) {
 #pragma unroll
         for (int i = 0; i < kLaneRows; ++i) {
+            const int row = kLaneRows * which_lane + i;
 #pragma unroll
             for (int which = 0; which < W::kScales; ++which) {
                 clear(pending.scales[i][which]);
                 pending.zero_points[i][which] = 0;
                 const unsigned own = inner + 16 * which;
-                if (static_cast<int>(own) < in_features && rows.has(i)) {
+                if (static_cast<int>(own) < in_features && rows.has(row)) {
                     const unsigned block = own / (F::kBlockSize ? F::kBlockSize : 1);
-                    const unsigned char* scales = rows.scales + rows.scales_offset(i);
+                    const unsigned char* scales = rows.scales + rows.scales_offset(row);
                     pending.scales[i][which] =
                         load_raw(reinterpret_cast<const typename F::Scale*>(scales) + block);
                     if constexpr (F::kZeroPoints) {
                         pending.zero_points[i][which] = static_cast<unsigned char>(
-                            read_code<F::kBits>(rows.zero_points + rows.zero_points_offset(i), block));
+                            read_code<F::kBits>(rows.zero_points + rows.zero_points_offset(row), block));
                     }
                 }
             }

@@ -4,8 +4,7 @@
 
 #pragma once
 
-#include "group.cuh"
-#include "prefill_pipeline.cuh"
+#include "prefill_arguments.cuh"
 
 namespace qmoe::prefill {
 
@@ -17,7 +16,7 @@ struct SortArguments {
     int* chunk_counts;         // [chunks, experts]
     int* grouped_routes;       // [routes]
     GroupTile* tiles;
-    int* tile_count;           // [1]
+    int* tile_ends;            // [kClasses]
     int routes;
     int experts;
     int chunks;
@@ -46,10 +45,6 @@ __device__ __forceinline__ void count_chunk(const SortArguments& a) {
         a.chunk_counts[static_cast<long long>(blockIdx.x) * a.experts + expert] = counts[expert];
     }
 }
-
-// The class of a tile of `count` routes, in the order in which tiles are listed; see tile_width.
-constexpr int kClasses = 3;
-__device__ __forceinline__ int tile_class(int count) { return count > 64 ? 0 : count > 16 ? 1 : 2; }
 
 __device__ __forceinline__ int sum_up_to_lane(int value, int lane) {
 #pragma unroll
@@ -119,7 +114,10 @@ __device__ __forceinline__ void place_experts(const SortArguments& a, const int*
         tiles += __shfl_sync(kAllLanes, whole_sum, 31);
     }
     if (blockIdx.x == 0 && lane == 0) {
-        *a.tile_count = listed;
+#pragma unroll
+        for (int c = 0; c < kClasses; ++c) {
+            a.tile_ends[c] = cursors.next[c];
+        }
     }
 }
 

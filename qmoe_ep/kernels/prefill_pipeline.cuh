@@ -6,23 +6,37 @@
 
 namespace qmoe {
 
-// The same value, of which the compiler doesn't know that: what is computed from it stays behind this place.
-__device__ __forceinline__ unsigned opaque(unsigned value) {
-    asm volatile("" : "+r"(value));
-    return value;
-}
-
 // Address of the dynamic shared memory.
 __device__ __forceinline__ unsigned dynamic_shared_address() {
     extern __shared__ unsigned char dynamic_shared[];
     return static_cast<unsigned>(__cvta_generic_to_shared(dynamic_shared));
 }
 
-// Let the launch after this one begin, and wait until the one before has ended and its writes can be seen.
-__device__ __forceinline__ void dependent_begin() {
+// Let the launch after this one begin.
+__device__ __forceinline__ void dependent_launch() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
 }
+
+// Wait until the launch before this one has ended and its writes can be seen.
+__device__ __forceinline__ void dependent_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ __forceinline__ void dependent_begin() {
+    dependent_launch();
+    dependent_wait();
+}
+
+// Give up, or take, registers of each thread, by whole warpgroups: multiples of 8, from what others gave up.
+template <int Count>
+__device__ __forceinline__ void keep_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
+}
+template <int Count>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
+}
+
+// Let the tensor cores see what this thread wrote to shared memory.
+__device__ __forceinline__ void tensor_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void barrier_init(unsigned barrier, unsigned arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -35,13 +49,6 @@ __device__ __forceinline__ void barrier_init_fence() {
 
 __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
     asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
-}
-
-// Arrive, and expect `bytes` from the copy engine before the phase ends.
-__device__ __forceinline__ void barrier_arrive_expect(unsigned barrier, unsigned bytes) {
-    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(barrier),
-                 "r"(bytes)
-                 : "memory");
 }
 
 // Wait for the end of the phase of this parity.
@@ -57,29 +64,6 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
         "}" ::"r"(barrier),
         "r"(parity)
         : "memory");
-}
-
-// Whether the phase of this parity has ended.
-__device__ __forceinline__ bool barrier_test(unsigned barrier, unsigned parity) {
-    unsigned done;
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, done;\n"
-        "}"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    return done;
-}
-
-// Copy `bytes`, a multiple of 16, between addresses aligned to 16; completes on the barrier.
-__device__ __forceinline__ void bulk_copy(unsigned destination, const void* source, unsigned bytes, unsigned barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     destination),
-                 "l"(source), "r"(bytes), "r"(barrier)
-                 : "memory");
 }
 
 // Copy `Bytes`, or zeros if `present` is 0, to shared memory in the background; for this thread alone to wait for.
@@ -120,24 +104,10 @@ __device__ __forceinline__ void store_shared(unsigned address, unsigned value) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void store_shared_pair(unsigned address, unsigned first, unsigned second) {
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(first), "r"(second) : "memory");
-}
-
 __device__ __forceinline__ void store_shared_quad(unsigned address, const unsigned (&values)[4]) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(values[0]), "r"(values[1]),
                  "r"(values[2]), "r"(values[3])
                  : "memory");
-}
-
-__device__ __forceinline__ void store_shared_long(unsigned address, unsigned long long value) {
-    asm volatile("st.shared.u64 [%0], %1;" ::"r"(address), "l"(value) : "memory");
-}
-
-__device__ __forceinline__ unsigned long long load_shared_long(unsigned address) {
-    unsigned long long value;
-    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(value) : "r"(address) : "memory");
-    return value;
 }
 
 // Load `Words` (1, 2 or 4) consecutive words of shared memory.

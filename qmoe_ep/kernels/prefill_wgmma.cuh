@@ -37,20 +37,21 @@ template <class Half, int Tokens>
 struct TensorProduct;
 
 template <>
-struct TensorProduct<Float16, 16> {
-    __device__ static __forceinline__ void run(float (&d)[8], const unsigned* a, unsigned long long tokens) {
+struct TensorProduct<Float16, 32> {
+    __device__ static __forceinline__ void run(float* d, const unsigned* a, unsigned long long tokens) {
         asm volatile(
-            "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7}, "
-            "{%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+            "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+            "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens));
     }
 };
 
 template <>
 struct TensorProduct<Float16, 64> {
-    __device__ static __forceinline__ void run(float (&d)[32], const unsigned* a, unsigned long long tokens) {
+    __device__ static __forceinline__ void run(float* d, const unsigned* a, unsigned long long tokens) {
         asm volatile(
             "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
             "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -66,7 +67,7 @@ struct TensorProduct<Float16, 64> {
 
 template <>
 struct TensorProduct<Float16, 128> {
-    __device__ static __forceinline__ void run(float (&d)[64], const unsigned* a, unsigned long long tokens) {
+    __device__ static __forceinline__ void run(float* d, const unsigned* a, unsigned long long tokens) {
         asm volatile(
             "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
             "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -87,20 +88,21 @@ struct TensorProduct<Float16, 128> {
 };
 
 template <>
-struct TensorProduct<BFloat16, 16> {
-    __device__ static __forceinline__ void run(float (&d)[8], const unsigned* a, unsigned long long tokens) {
+struct TensorProduct<BFloat16, 32> {
+    __device__ static __forceinline__ void run(float* d, const unsigned* a, unsigned long long tokens) {
         asm volatile(
-            "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
-            "%0, %1, %2, %3, %4, %5, %6, %7}, "
-            "{%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+            "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+            "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens));
     }
 };
 
 template <>
 struct TensorProduct<BFloat16, 64> {
-    __device__ static __forceinline__ void run(float (&d)[32], const unsigned* a, unsigned long long tokens) {
+    __device__ static __forceinline__ void run(float* d, const unsigned* a, unsigned long long tokens) {
         asm volatile(
             "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
             "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
@@ -116,7 +118,7 @@ struct TensorProduct<BFloat16, 64> {
 
 template <>
 struct TensorProduct<BFloat16, 128> {
-    __device__ static __forceinline__ void run(float (&d)[64], const unsigned* a, unsigned long long tokens) {
+    __device__ static __forceinline__ void run(float* d, const unsigned* a, unsigned long long tokens) {
         asm volatile(
             "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
             "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "

@@ -49,16 +49,7 @@ constexpr unsigned kSharedBytes = 227 << 10;
 alignas(1024) inline unsigned char shared_memory[kSharedBytes];
 
 struct Barrier {
-    unsigned arrivals, missing;
-    long long bytes;
-    unsigned phase;
-
-    void settle() {
-        if (missing == 0 && bytes == 0) {
-            missing = arrivals;
-            ++phase;
-        }
-    }
+    unsigned arrivals, missing, phase;
 };
 inline std::map<unsigned, Barrier> barriers;
 
@@ -80,25 +71,28 @@ inline T shared_value(unsigned address) {
 
 namespace qmoe {
 
-inline unsigned opaque(unsigned value) { return value; }
 inline unsigned dynamic_shared_address() { return 0; }
+inline void dependent_launch() {}
+inline void dependent_wait() {}
 inline void dependent_begin() {}
 
+template <int Count>
+inline void keep_registers() {}
+template <int Count>
+inline void take_registers() {}
+inline void tensor_fence() {}
+
 inline void barrier_init(unsigned barrier, unsigned arrivals) {
-    emulation::barriers[barrier] = {arrivals, arrivals, 0, 0};
+    emulation::barriers[barrier] = {arrivals, arrivals, 0};
 }
 inline void barrier_init_fence() {}
 
 inline void barrier_arrive(unsigned barrier) {
     emulation::Barrier& own = emulation::barriers.at(barrier);
-    if (own.missing-- == 0) {
-        emulation::fail("too many arrivals at a barrier");
+    if (--own.missing == 0) {
+        own.missing = own.arrivals;
+        ++own.phase;
     }
-    own.settle();
-}
-inline void barrier_arrive_expect(unsigned barrier, unsigned bytes) {
-    emulation::barriers.at(barrier).bytes += bytes;
-    barrier_arrive(barrier);
 }
 inline bool barrier_test(unsigned barrier, unsigned parity) {
     return emulation::barriers.at(barrier).phase % 2 != parity;
@@ -110,16 +104,6 @@ inline void barrier_wait(unsigned barrier, unsigned parity) {
         }
         emulation::wait(emulation::State::kReady, "mbarrier");
     }
-}
-
-inline void bulk_copy(unsigned destination, const void* source, unsigned bytes, unsigned barrier) {
-    if (reinterpret_cast<unsigned long long>(source) % 16 || bytes % 16 || destination % 16) {
-        emulation::fail("a bulk copy is misaligned");
-    }
-    std::memcpy(emulation::shared_place(destination, 16), source, bytes);
-    emulation::Barrier& own = emulation::barriers.at(barrier);
-    own.bytes -= bytes;
-    own.settle();
 }
 
 template <int Bytes>
@@ -142,19 +126,8 @@ inline void copy_wait() {}
 inline void store_shared(unsigned address, unsigned value) {
     std::memcpy(emulation::shared_place(address, 4), &value, 4);
 }
-inline void store_shared_pair(unsigned address, unsigned first, unsigned second) {
-    emulation::shared_place(address, 8);
-    store_shared(address, first);
-    store_shared(address + 4, second);
-}
 inline void store_shared_quad(unsigned address, const unsigned (&values)[4]) {
     std::memcpy(emulation::shared_place(address, 16), values, 16);
-}
-inline void store_shared_long(unsigned address, unsigned long long value) {
-    std::memcpy(emulation::shared_place(address, 8), &value, 8);
-}
-inline unsigned long long load_shared_long(unsigned address) {
-    return emulation::shared_value<unsigned long long>(address);
 }
 template <int Words>
 inline void load_shared(unsigned address, unsigned* to) {

@@ -17,7 +17,7 @@ inline unsigned long long token_descriptor(unsigned shared_address) { return sha
 
 template <class Half, int Tokens>
 struct TensorProduct {
-    static void run(float (&d)[Tokens / 2], const unsigned* a, unsigned long long tokens) {
+    static void run(float* d, const unsigned* a, unsigned long long tokens) {
         unsigned quad[4][4];
         for (int i = 0; i < 2; ++i) {
             const unsigned long long own = a[2 * i] | static_cast<unsigned long long>(a[2 * i + 1]) << 32;

@@ -1,6 +1,6 @@
 """What the prefill kernels compute, in NumPy. Types and formats are read from the generated source.
 
-Rows of halves lie in the workspace one after the other here, not in the order of the tensor cores.
+Vectors of halves keep their order here.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 
 from qmoe_ep.activation import activate
 from qmoe_ep.kernels.portable import CombineArguments
-from qmoe_ep.kernels.prefill_abi import DownArguments, GateUpArguments, GatherArguments, SortArguments
+from qmoe_ep.kernels.prefill_abi import DownArguments, GateUpArguments, PermuteArguments, SortArguments
 
 from .kernels import KernelLaunch, simulated_kernel
 from .kernels_portable import Array, DeviceFormat, combine_rows, dtype_named, linear
 
-_GATE_UP = re.compile(r"GateUp<([\w:]+), .*Gating::k(\w+), qmoe::Activation::k(\w+)>")
+_GATE_UP = re.compile(r"GateUp<([\w:]+), .*Gating::k(\w+), qmoe::Activation::k(\w+), ")
 _DOWN = re.compile(r"Down<([\w:]+), ")
 _STEP = 128
 # What the kernels take for values that a float16 may flush or overflow.
@@ -33,19 +33,24 @@ def _search(pattern: re.Pattern[str], launch: KernelLaunch) -> re.Match[str]:
 
 
 def _tiles(launch: KernelLaunch) -> list[list[int]]:
-    """Expert, first grouped route and routes of every tile."""
+    """Expert, first grouped route and routes of every tile of the launch's class, or of all."""
     a, view = launch.arguments, launch.memory.view
-    count = int(view(a.tile_count, (1,), np.int32)[0])
-    return [row[:3] for row in view(a.tiles, (count, 4), np.int32).tolist()] if count else []
+    ends = [0, *view(a.tile_ends, (3,), np.int32).tolist()]
+    own = re.search(r", (\d)>;", launch.source)
+    begin, end = (ends[int(own[1])], ends[int(own[1]) + 1]) if own else (0, ends[-1])
+    return [row[:3] for row in view(a.tiles + 16 * begin, (end - begin, 4), np.int32).tolist()] if end > begin else []
 
 
-def _rows(launch: KernelLaunch, offset: int, tile: list[int], features: int) -> Array:
-    """The rows of a tile in the workspace, uint16 [routes, features]."""
-    steps = -(-features // _STEP)
-    expert, first, count = tile
-    row = -(-first // 8) * 8 + 8 * expert
-    start = launch.arguments.workspace + offset + row * steps * 2 * _STEP
-    return launch.memory.view(start, (count, steps * _STEP), np.uint16)[:, :features]
+def _vectors(launch: KernelLaunch, row_bytes: int, tile: list[int], features: int) -> Array:
+    """The activated vectors of a tile, uint16 [routes, features]."""
+    start = launch.arguments.workspace + tile[1] * row_bytes
+    return launch.memory.view(start, (tile[2], row_bytes // 2), np.uint16)[:, :features]
+
+
+def _tokens_view(launch: KernelLaunch, rows: int, hidden: int) -> Array:
+    """The input's vectors, uint16 [rows, features padded to whole steps]."""
+    a = launch.arguments
+    return launch.memory.view(a.workspace + a.tokens_offset, (rows, -(-hidden // _STEP) * _STEP), np.uint16)
 
 
 @simulated_kernel("prefill_count_chunk", arguments=SortArguments)
@@ -65,26 +70,27 @@ def _sort_chunk(launch: KernelLaunch) -> None:
         for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
         for first in range(begin, end, a.tile_rows)
     ]
-    view(a.tile_count, (1,), np.int32)[0] = len(tiles)
+    tiles.sort(key=lambda tile: (tile[2] <= 64) + (tile[2] <= 32))
+    view(a.tile_ends, (3,), np.int32)[:] = np.cumsum(
+        [
+            sum(tile[2] > 64 for tile in tiles),
+            *(sum(low < tile[2] <= high for tile in tiles) for low, high in ((32, 64), (0, 32))),
+        ]
+    )
     if tiles:
         view(a.tiles, (len(tiles), 4), np.int32)[:] = tiles
 
 
-@simulated_kernel("prefill_gather", arguments=GatherArguments)
-def _gather(launch: KernelLaunch) -> None:
+@simulated_kernel("prefill_permute", arguments=PermuteArguments)
+def _permute(launch: KernelLaunch) -> None:
     a, view = launch.arguments, launch.memory.view
-    tiles = _tiles(launch)
-    for tile in tiles:
-        _, first, count = tile
-        rows = _rows(launch, a.tokens_offset, tile, a.hidden)
-        for row, route in zip(rows, view(a.grouped_routes + 4 * first, (count,), np.int32), strict=True):
-            row[:] = view(a.input + 2 * a.hidden * (int(route) // a.top_k), (a.hidden,), np.uint16)
+    _tokens_view(launch, a.rows, a.hidden)[:, : a.hidden] = view(a.input, (a.rows, a.hidden), np.uint16)
     if a.exact_tile_count:
         view(a.exact_tile_count, (1,), np.int32)[0] = 0
         piece = _STEP // a.exact_split
         pieces = [
             (expert, first + i * piece, min(max(count - i * piece, 0), piece), 0)
-            for expert, first, count in tiles
+            for expert, first, count in _tiles(launch)
             for i in range(a.exact_split)
         ]
         if pieces:
@@ -93,7 +99,8 @@ def _gather(launch: KernelLaunch) -> None:
 
 def _compute_exactly(launch: KernelLaunch) -> None:
     a = launch.arguments
-    launch.memory.view(a.exact_tile_count, (1,), np.int32)[0] = len(_tiles(launch)) * a.exact_split
+    tiles = int(launch.memory.view(a.tile_ends, (3,), np.int32)[-1])
+    launch.memory.view(a.exact_tile_count, (1,), np.int32)[0] = tiles * a.exact_split
 
 
 @simulated_kernel("prefill_gate_up", arguments=GateUpArguments)
@@ -102,6 +109,9 @@ def _gate_up(launch: KernelLaunch) -> None:
     a, dtype = launch.arguments, dtype_named(half)
     first, second = DeviceFormat.all_in(launch.source)
     fused = gating in ("Interleaved", "Halves")
+    per_tile = _STEP if gating != "None" else 2 * _STEP
+    row_bytes = -(-a.inter // per_tile) * per_tile * 2
+    inputs = _tokens_view(launch, a.routes // a.top_k, a.hidden)[:, : a.hidden]
     node: Any = SimpleNamespace(
         activation_type=function.lower(),
         activation_alpha=np.float32(a.scalars.alpha),
@@ -111,7 +121,8 @@ def _gate_up(launch: KernelLaunch) -> None:
     )
     with np.errstate(all="ignore"):
         for tile in _tiles(launch):
-            x = _rows(launch, a.tokens_offset, tile, a.hidden).view(dtype).astype(np.float32)
+            routes = launch.memory.view(a.grouped_routes + 4 * tile[1], (tile[2],), np.int32)
+            x = inputs[routes // a.top_k].view(dtype).astype(np.float32)
             fc1 = linear(launch, "fc1", first, tile[0], a.inter * (2 if fused else 1), a.hidden, x)
             up = None
             if gating == "Interleaved":
@@ -125,7 +136,7 @@ def _gate_up(launch: KernelLaunch) -> None:
                 largest = np.nanmax(np.abs(values), axis=1)
                 if np.any((largest > _LARGE) | ((largest < _SMALL) & (largest > 0))):
                     _compute_exactly(launch)
-            _rows(launch, 0, tile, a.inter)[:] = values.astype(dtype).view(np.uint16)
+            _vectors(launch, row_bytes, tile, a.inter)[:] = values.astype(dtype).view(np.uint16)
 
 
 @simulated_kernel("prefill_down", arguments=DownArguments)
@@ -134,7 +145,7 @@ def _down(launch: KernelLaunch) -> None:
     (fmt,) = DeviceFormat.all_in(launch.source)
     with np.errstate(all="ignore"):
         for tile in _tiles(launch):
-            x = _rows(launch, 0, tile, a.inter).view(dtype).astype(np.float32)
+            x = _vectors(launch, a.row_bytes, tile, a.inter).copy().view(dtype).astype(np.float32)
             results = linear(launch, "fc2", fmt, tile[0], a.hidden, a.inter, x)
             routes = launch.memory.view(a.grouped_routes + 4 * tile[1], (tile[2],), np.int32)
             for route, values in zip(routes, results, strict=True):
