@@ -29,6 +29,8 @@ from qmoe_ep.runtime import Runtime
 # Two multiprocessors, so that blocks have several items each.
 SMALL = replace(Capabilities.for_arch("sm_90a"), multiprocessor_count=2)
 H200 = Capabilities.for_arch("sm_90a")
+# What is executed on the CPU, too.
+EMULATED = ("several steps, tiles and experts", "8 bits", "mixed bits by row", "halves with a limit")
 RAW = Space(layouts=("raw",), strided=(False,), dtypes=("float16", "bfloat16"), leading=((3,), (2, 3), (40,)))
 BF16 = Recipe(leading=(20,), hidden=128, inter=128, dtype="bfloat16", scale_dtypes=("bfloat16",) * 3)
 F16 = replace(BF16, dtype="float16", scale_dtypes=("float16",) * 3)
@@ -41,7 +43,9 @@ Array = np.ndarray[Any, Any]
 emulated = pytest.mark.skipif(machine.COMPILER is None, reason="g++ is not installed")
 
 VARIANTS: dict[str, Recipe] = {
-    "several steps, tiles and experts": replace(BF16, leading=(300,), experts=3, hidden=640, inter=560, block_size=16),
+    "several steps, tiles and experts": replace(
+        BF16, leading=(150,), experts=2, k=1, hidden=384, inter=272, block_size=16
+    ),
     "8 bits": replace(BF16, bits=(8, 8, 8), zero_points=EVERYWHERE, hidden=288, inter=160),
     "8 bits in float16": replace(F16, bits=(8, 8, 8)),
     "3 bits": replace(F16, bits=(3, 3, 3), hidden=160, inter=544),
@@ -51,7 +55,14 @@ VARIANTS: dict[str, Recipe] = {
     "no gate": replace(F16, fusion=0, activation="relu", hidden=144, inter=400, block_size=16, leading=(150,)),
     "third matrix": replace(BF16, fusion=0, activation="silu", fc3=True, biases=EVERYWHERE, hidden=160, inter=96),
     "halves with a limit": replace(
-        F16, fusion=2, limit=1.0, block_size=64, hidden=192, inter=320, scale_dtypes=("float32", "bfloat16", "float32")
+        F16,
+        fusion=2,
+        limit=1.0,
+        bits=(3, 3, 3),
+        block_size=64,
+        hidden=192,
+        inter=320,
+        scale_dtypes=("float32", "bfloat16", "float32"),
     ),
 }
 
@@ -188,7 +199,7 @@ def test_simulated_calls_of_the_provider(simulated: Any, variant: str) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", EMULATED)
 def test_emulated_variants(variant: str) -> None:
     problem = build(VARIANTS[variant])
     output, _ = _emulate(problem)
@@ -197,7 +208,7 @@ def test_emulated_variants(variant: str) -> None:
 
 @emulated
 def test_emulated_order_of_threads_makes_no_difference() -> None:
-    problem = build(replace(BF16, leading=(130,), experts=40))
+    problem = build(replace(BF16, leading=(50,), experts=20))
     forwards, _ = _emulate(problem)
     backwards, _ = _emulate(problem, backwards=True)
     assert forwards.tobytes() == backwards.tobytes()
@@ -287,7 +298,11 @@ def test_on_the_gpu(runner: PlanRunner) -> None:
     capabilities = runner.runtime.capabilities()
     problems = [build(recipe) for recipe in VARIANTS.values()]
     problems += [build(replace(recipe, hidden=2880, inter=544, leading=(500,), k=3)) for recipe in (BF16, F16)]
-    plans = [prefill.plan(_call(problem), capabilities) for problem in problems]
+    plans = [
+        prefill.plan(_call(problem), capabilities, alignment)
+        for problem in problems
+        for alignment in (None, {i: a.itemsize for i, a in enumerate(problem.inputs) if a is not None})
+    ]
     compile_modules(dict.fromkeys(s.module for made in plans if made for s in made.steps), runner.modules.arch, 16)
     for problem in problems:
         call = _call(problem)
@@ -301,3 +316,38 @@ def test_on_the_gpu(runner: PlanRunner) -> None:
             first, second = (runner.run(problem, make, offset=offset) for _ in range(2))
             check_rows(problem, first)
             assert first.tobytes() == second.tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exponent", [-20, -14, -10, -6, -3])
+def test_small_values_in_float16_on_the_gpu(runner: PlanRunner, exponent: int) -> None:
+    """Activated features far below what float16 resolves, of some rows or all, brought back by FC2's scales."""
+    capabilities = runner.runtime.capabilities()
+    for rows in (slice(None), slice(3, 7)):
+        problem = build(replace(F16, leading=(80,), scale_dtypes=("float16", "float16", "float32")))
+        problem.inputs[0][rows] *= np.float16(2.0**exponent)  # type: ignore[index]
+        problem.inputs[6] = problem.inputs[6].astype(np.float32) * np.float32(4.0**-exponent)  # type: ignore[union-attr]
+        if rows != slice(None):
+            problem.inputs[6] *= np.float32(2.0 ** (2 * exponent + 6))  # the other rows stay finite
+        call = _call(problem)
+        output = runner.run(problem, lambda alignment, call=call: prefill.plan(call, capabilities, alignment))
+        problem.check(output)
+
+
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_count(runner: PlanRunner) -> None:
+    """56000 rows, 8 experts each, 7168 features: 3.2e9 contributions; every expert gets all tokens."""
+    small = build(replace(BF16, leading=(7,), hidden=7168, inter=128, experts=8, k=8))
+    rows = 56000
+    with CudaExecutionProvider() as gpu:
+        kernel = gpu.create_kernel(small.node, 7, weights_of(small))
+        repeated = [np.resize(small.inputs[i], (rows, small.inputs[i].shape[-1])) for i in (0, 1)]  # type: ignore[arg-type, union-attr]
+        operands = [gpu.to_device(value) for value in repeated]
+        output = gpu.to_device(np.full(repeated[0].shape, np.nan, repeated[0].dtype))
+        kernel.execute(operands, [output])
+        assert kernel.plan(operands, [output]).variant == "prefill"
+        row_bytes = 2 * small.recipe.hidden
+        for first in (0, 7 * 2000, 7 * 5321, rows - 7):
+            part = gpu.view(output.pointer + first * row_bytes, (7, small.recipe.hidden), output.dtype, output)
+            small.check(part.numpy())
+        kernel.close()

@@ -80,6 +80,12 @@ using Sums = float[kBands][Tokens / 2];
 template <class W, class Half, int Tokens>
 struct Multiplier {
     using S = Stages<W, Tokens>;
+    // Batches of fragments. Where decoding takes many registers there are none for a second.
+    static constexpr int kBuffers = W::Format::kBits == 8 || W::Format::kBits == 1 ? 1 : 2;
+    // Of 168 registers for each thread; the division is what makes the compiler find enough for all.
+    static constexpr int kFeederRegisters = kBuffers == 1 ? 88 : 120;
+    static constexpr int kRegisters = kBuffers == 1 ? 208 : 192;
+    static_assert(kFeeders * kFeederRegisters + kLanes * kRegisters <= kThreads * 168);
     S stages;
     RingPlace<S::kDepth> place;
     unsigned row_points;
@@ -94,7 +100,7 @@ struct Multiplier {
             pin(sums[i % kBands][i / kBands]);  // else it may be zeroed while the other band's products run
         }
         const int steps = padded_steps(in_features);
-        unsigned fragments[2][16];
+        unsigned fragments[kBuffers][16];
         const bool leads = threadIdx.x % 32 == 0;
         for (int step = 0; step < steps; ++step) {
             barrier_wait(stages.full(place.slot), place.parity);
@@ -106,12 +112,13 @@ struct Multiplier {
                 weights.template load_codes<panel>(2 * band + 1, upper);
                 Decoder<W, Half> lower_decoder, upper_decoder;
                 weights.template load_decoders<panel, band>(lower_decoder, upper_decoder);
-                wgmma_wait<1>();  // the fragments of the batch before the last are free again
-                decode_panel<panel>(lower_decoder, upper_decoder, lower, upper, fragments[band]);
+                unsigned(&own)[16] = fragments[band % kBuffers];
+                wgmma_wait<kBuffers - 1>();  // its fragments are free again
+                decode_panel<panel>(lower_decoder, upper_decoder, lower, upper, own);
                 wgmma_fence();
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    TensorProduct<Half, Tokens>::run(sums[band], fragments[band] + 4 * i,
+                    TensorProduct<Half, Tokens>::run(sums[band], own + 4 * i,
                                                      tokens + panel * (Tokens * kPanelRowBytes / 16) + 2 * i);
                 }
                 wgmma_commit();
@@ -146,18 +153,27 @@ __device__ __forceinline__ void run_items(const Stages<W, Tokens>& stages, const
                                           const Store& store) {
     const int end = items.count();
     if (threadIdx.x >= kLanes) {
-        keep_registers<kFeederRegisters>();
+        keep_registers<Multiplier<W, Half, Tokens>::kFeederRegisters>();
         Feeder<W, Half, Tokens> feeder(stages);
-        for (int item = blockIdx.x; item < end; item += gridDim.x) {
-            const Work work = items.at(item);
-feeder.rows = rows(work, feeder.thread);
-            const int token = min(feeder.own_token(), work.count - 1);
-            feeder.token_unit = static_cast<unsigned>(token_row(work.first + token)) * (row_bytes / 16u);
-            feeder.feed(tokens, work.count, in_features);
-        }
-        feeder.finish();
+        const int steps = padded_steps(in_features);
+        int item = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x), step = steps, count = 0;
+        feeder.run(in_features, [&](auto& own) {
+            if (++step >= steps) {
+                item += gridDim.x;
+                if (item >= end) {
+                    return FeederStep{tokens, 0, -1};
+                }
+                step = 0;
+                const Work work = items.at(item);
+                own.rows = rows(work, own.thread);
+                const int token = min(own.own_token(), work.count - 1);
+                own.token_unit = static_cast<unsigned>(token_row(work.first + token)) * (row_bytes / 16u);
+                count = work.count;
+            }
+            return FeederStep{tokens, count, step};
+        });
     } else {
-        take_registers<kMultiplierRegisters>();
+        take_registers<Multiplier<W, Half, Tokens>::kRegisters>();
         Multiplier<W, Half, Tokens> multiplier{stages, {}, 0};
         for (int item = blockIdx.x; item < end; item += gridDim.x) {
             if constexpr (W::kRowPoints) {

@@ -40,6 +40,8 @@ struct Stages {
     static constexpr int kFitting = (kSharedBytes - kBarrierBytes) / kBytes;
     static constexpr int kDepth = kFitting < 8 ? kFitting : 8;
     static_assert(kDepth >= 3, "one stage is multiplied, two are on their way");
+    // Steps whose copies are in flight while older ones are awaited.
+    static constexpr int kLag = kDepth - 3 < 1 ? 1 : kDepth - 3 > 3 ? 3 : kDepth - 3;
 
     static constexpr int kPieceStride = kLanes * W::kPieceBytes;
     static constexpr int kScales = kLaneRows * W::kRowBytes * kLanes;
@@ -84,8 +86,15 @@ struct Stages {
     }
 };
 
+// What is copied next: a step, or -1, of a tile of `count` tokens, from the vectors at `tokens`.
+struct FeederStep {
+    const unsigned char* tokens;
+    int count;
+    int step;
+};
+
 // One of the threads that fill stages. It copies the weights of two lanes and a 16-byte column of every eighth token. A
-// step's scales go through its registers, and are stored one step later, when the step's copies have arrived, too.
+// step's scales go through its registers, and are stored some steps later, when the step's copies have arrived, too.
 template <class W, class Half, int Tokens>
 struct Feeder {
     using S = Stages<W, Tokens>;
@@ -93,45 +102,59 @@ struct Feeder {
     static_assert(kOwnLanes * kFeeders == kLanes);
     static constexpr int kOwnTokens = Tokens / 8;
     S stages;
-    RingPlace<S::kDepth> place;
+    RingPlace<S::kDepth> place;  // of the step that is copied next
+    int oldest;                  // slot of the oldest step that isn't passed on
+    int turns, idle_turns;
     int thread;  // of the feeders
-    bool started;
     LaneRows rows;
     unsigned token_unit;  // where a token begins, in units of 16 bytes: see own_token
-    PendingScales<W> pending[kOwnLanes];
+    PendingScales<W> pending[S::kLag][kOwnLanes];
 
     __device__ __forceinline__ explicit Feeder(const S& own)
-        : stages(own), thread(static_cast<int>(threadIdx.x) - kLanes), started(false) {}
+        : stages(own), oldest(0), turns(0), idle_turns(0), thread(static_cast<int>(threadIdx.x) - kLanes) {}
 
     // The token whose place this lane knows; those that a warp copies are in its lanes, two neighbours for each eight.
     __device__ __forceinline__ int own_token() const {
         return 8 * (thread % 32 / 2) + 2 * (thread / 32) + thread % 2;
     }
 
-    // Copy an item, step by step. `tokens` is the array of the tokens' vectors.
-    __device__ __forceinline__ void feed(const unsigned char* tokens, int count, int in_features) {
-        const int steps = padded_steps(in_features);
-        for (int step = 0; step < steps; ++step) {
-            barrier_wait(stages.empty(place.slot), place.parity ^ 1u);
-            copy_tokens(tokens + 2 * kStepInner * step, count);
-            const int inner = kStepInner * step + kLaneCodes * (thread % 4);
-            copy_weights(inner, in_features);
-            copy_commit();
-            if (started) {
-                copy_wait<1>();
-                pass_on(place.previous());
+    // Fill stages, step by step. next(*this) moves on to the next one and says which that is.
+    template <class Next>
+    __device__ __forceinline__ void run(int in_features, const Next& next) {
+        while (idle_turns < S::kLag) {
+            turn<0>(in_features, next);
+            if constexpr (S::kLag > 1) {
+                turn<1>(in_features, next);
             }
-            started = true;
-            load_scales<W, 0>(rows, inner, in_features, pending[0]);
-            load_scales<W, 1>(rows, inner, in_features, pending[1]);
-            place.advance();
+            if constexpr (S::kLag > 2) {
+                turn<2>(in_features, next);
+            }
         }
     }
 
-    __device__ __forceinline__ void finish() {
-        copy_wait<0>();
-        if (started) {
-            pass_on(place.previous());
+    // Copy a step, if there is one, and pass on the one kLag steps before, whose scales are in the same registers.
+    template <int set, class Next>
+    __device__ __forceinline__ void turn(int in_features, const Next& next) {
+        const FeederStep step = next(*this);
+        const int inner = kStepInner * step.step + kLaneCodes * (thread % 4);
+        if (step.step >= 0) {
+            barrier_wait(stages.empty(place.slot), place.parity ^ 1u);
+            copy_tokens(step.tokens + 2 * kStepInner * step.step, step.count);
+            copy_weights(inner, in_features);
+            place.advance();
+        } else {
+            ++idle_turns;
+        }
+        copy_commit();
+        if (turns >= S::kLag && idle_turns <= S::kLag) {
+            copy_wait<S::kLag>();
+            pass_on(oldest, pending[set]);
+            oldest = oldest + 1 == S::kDepth ? 0 : oldest + 1;
+        }
+        ++turns;
+        if (step.step >= 0) {
+            load_scales<W, 0>(rows, inner, in_features, pending[set][0]);
+            load_scales<W, 1>(rows, inner, in_features, pending[set][1]);
         }
     }
 
@@ -163,11 +186,11 @@ struct Feeder {
     }
 
     // Store the scales that were read for a stage whose copies have arrived, and hand it over.
-    __device__ __forceinline__ void pass_on(int slot) const {
+    __device__ __forceinline__ void pass_on(int slot, const PendingScales<W> (&scales)[kOwnLanes]) const {
         if constexpr (W::kBlocks) {
 #pragma unroll
             for (int i = 0; i < kOwnLanes; ++i) {
-                store_scales(pending[i], stages.weights(slot), thread + kFeeders * i);
+                store_scales(scales[i], stages.weights(slot), thread + kFeeders * i);
             }
         }
         tensor_fence();
