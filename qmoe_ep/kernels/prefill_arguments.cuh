@@ -18,8 +18,6 @@ constexpr int kBands = 2;           // of a warp, 16 weight rows each: band kBan
 constexpr int kLanes = 32 * kWarps;   // threads that multiply
 constexpr int kFeeders = 128;         // threads that fill stages
 constexpr int kThreads = kLanes + kFeeders;
-// Of 168 registers for each thread, feeders give up some.
-constexpr int kFeederRegisters = 120, kMultiplierRegisters = 192;
 constexpr int kPanelRowBytes = 128;
 constexpr int kTilesTogether = 8;   // token tiles that neighbouring blocks multiply with the same weight rows
 constexpr int kCheckedBand = 3;     // whose activated features stand for their route's magnitude
