@@ -316,19 +316,3 @@ def test_on_the_gpu(runner: PlanRunner) -> None:
             first, second = (runner.run(problem, make, offset=offset) for _ in range(2))
             check_rows(problem, first)
             assert first.tobytes() == second.tobytes()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("exponent", [-20, -14, -10, -6, -3])
-def test_small_values_in_float16_on_the_gpu(runner: PlanRunner, exponent: int) -> None:
-    """Activated features far below what float16 resolves, of some rows or all, brought back by FC2's scales."""
-    capabilities = runner.runtime.capabilities()
-    for rows in (slice(None), slice(3, 7)):
-        problem = build(replace(F16, leading=(80,), scale_dtypes=("float16", "float16", "float32")))
-        problem.inputs[0][rows] *= np.float16(2.0**exponent)  # type: ignore[index]
-        problem.inputs[6] = problem.inputs[6].astype(np.float32) * np.float32(4.0**-exponent)  # type: ignore[union-attr]
-        if rows != slice(None):
-            problem.inputs[6] *= np.float32(2.0 ** (2 * exponent + 6))  # the other rows stay finite
-        call = _call(problem)
-        output = runner.run(problem, lambda alignment, call=call: prefill.plan(call, capabilities, alignment))
-        problem.check(output)

@@ -1,7 +1,8 @@
-// Barriers, copies and shared memory by address, for the CPU: copies are done at once, waits let other threads run.
+// Barriers, copies and shared memory by address, for the CPU: copies arrive when they are waited for, waits let other threads run.
 
 #pragma once
 
+#include <deque>
 #include <map>
 
 #include "float_types.cuh"
@@ -67,6 +68,17 @@ inline T shared_value(unsigned address) {
     return value;
 }
 
+// An asynchronous copy arrives when its thread waits for its group; until then its destination is poisoned.
+struct Copy {
+    unsigned destination;
+    const void* source;
+    int present, bytes;
+};
+struct CopyGroups : std::deque<std::vector<Copy>> {
+    CopyGroups() { emplace_back(); }
+};
+inline std::map<unsigned, CopyGroups> pending_copies;
+
 }  // namespace emulation
 
 namespace qmoe {
@@ -111,17 +123,27 @@ inline void copy_async(unsigned destination, const void* source, int present) {
     if (reinterpret_cast<unsigned long long>(source) % Bytes) {
         emulation::fail("an asynchronous copy is misaligned");
     }
-    unsigned char* to = emulation::shared_place(destination, Bytes);
-    std::memset(to, 0, Bytes);
-    std::memcpy(to, source, present);
+    std::memset(emulation::shared_place(destination, Bytes), 0xff, Bytes);
+    emulation::pending_copies[threadIdx.x].back().push_back({destination, source, present, Bytes});
 }
 template <class T>
 inline T load_streamed(const T* source) {
     return *source;
 }
-inline void copy_commit() {}
+inline void copy_commit() { emulation::pending_copies[threadIdx.x].emplace_back(); }
 template <int Pending>
-inline void copy_wait() {}
+inline void copy_wait() {
+    // The last group is the one that isn't committed.
+    auto& groups = emulation::pending_copies[threadIdx.x];
+    while (groups.size() > Pending + 1) {
+        for (const emulation::Copy& copy : groups.front()) {
+            unsigned char* to = emulation::shared_place(copy.destination, copy.bytes);
+            std::memset(to, 0, copy.bytes);
+            std::memcpy(to, copy.source, copy.present);
+        }
+        groups.pop_front();
+    }
+}
 
 inline void store_shared(unsigned address, unsigned value) {
     std::memcpy(emulation::shared_place(address, 4), &value, 4);
