@@ -58,9 +58,9 @@ _SHARED_BYTES = (224 + 1) << 10
 _STATIC_SHARED_BYTES = 1024
 _SORT_THREADS, _MAX_CHUNKS, _MAX_SORTED_EXPERTS, _COMBINE_THREADS = 512, 64, 2048, 256
 _MAX_INT = 2**31 - 1
-# Where these kernels pass the grouped ones on an H200, int4: at 4 to 6 tokens per expert on shapes of 8 to 256 experts
-# (benchmarks/results/prefill-crossover-h200.json). With few rows the number of launches counts instead.
-_LEAST_ROWS, _LEAST_TOKENS = 32, 6
+# Where these kernels pass the grouped ones on an H200, int4: at 4 tokens per expert they take 0.7 times as long
+# (Qwen3-30B-A3B, 64 rows; docs/performance.md). With few rows the number of launches counts instead.
+_LEAST_ROWS, _LEAST_TOKENS = 32, 4
 _HALVES = (np.dtype(np.float16), np.dtype(bfloat16))
 
 
