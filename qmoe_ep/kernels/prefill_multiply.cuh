@@ -81,7 +81,7 @@ template <class W, class Half, int Tokens>
 struct Multiplier {
     using S = Stages<W, Tokens>;
     // Batches of fragments. Where decoding takes many registers there are none for a second.
-    static constexpr int kBuffers = W::Format::kBits == 8 || W::Format::kBits == 1 ? 1 : 2;
+    static constexpr int kBuffers = W::Format::kBits == 8 || W::Format::kBits == 1 || W::kRowPoints ? 1 : 2;
     // Of 168 registers for each thread; the division is what makes the compiler find enough for all.
     static constexpr int kFeederRegisters = kBuffers == 1 ? 88 : 120;
     static constexpr int kRegisters = kBuffers == 1 ? 208 : 192;
