@@ -206,6 +206,8 @@ class Capture:
             raise CaptureError("the default stream can't be captured: make the provider with a stream of its own")
         if self._update is not None and self._update.closed:
             raise CaptureError("the graph to be updated is closed: capture without it")
+        if self._update is not None and self._update._runtime is not runtime:
+            raise CaptureError("the graph to be updated is of another provider: capture with that one, or without it")
         if runtime.capture_status() is not CaptureStatus.NONE:
             raise CaptureError(
                 "the stream's owner is capturing it already: call the kernels inside that capture; the graph takes "
@@ -213,7 +215,8 @@ class Capture:
             )
         runtime.collect()
         self.thread = threading.get_ident()
-        self._graph = None
+        # A former graph of this object keeps what it owns.
+        self._graph, self._held = None, _Held()
         runtime.begin_capture()
         runtime.capture = self
 

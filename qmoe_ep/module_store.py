@@ -30,7 +30,7 @@ _LENGTH_BYTES = 8
 _STALE_SECONDS = 24 * 3600
 """A temporary file of this age belongs to a writer that was killed."""
 
-_TEMPORARY_SUFFIX = ".partial"
+_TEMPORARY_PREFIX, _TEMPORARY_SUFFIX = "qmoe_ep-", ".partial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class ModuleStore:
                 return
             self._remove_stale()
             # mkstemp opens with mode 0600 whatever the umask is.
-            handle, temporary = tempfile.mkstemp(suffix=_TEMPORARY_SUFFIX, dir=self.folder)
+            handle, temporary = tempfile.mkstemp(_TEMPORARY_SUFFIX, _TEMPORARY_PREFIX, self.folder)
             with open(handle, "wb") as file:
                 file.write(_encode(cubin, log))
             os.replace(temporary, self.path(key))
@@ -113,7 +113,7 @@ class ModuleStore:
         return False
 
     def _remove_stale(self) -> None:
-        for path in self.folder.glob(f"*{_TEMPORARY_SUFFIX}"):
+        for path in self.folder.glob(f"{_TEMPORARY_PREFIX}*{_TEMPORARY_SUFFIX}"):
             # Another process may be removing the same file.
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > _STALE_SECONDS:

@@ -9,6 +9,7 @@ lives outside of Python's memory, and whoever next allocates looks at the semaph
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ _SEMAPHORE_BYTES = 128
 
 # Strong references: what a graph addresses, and through it the runtime, lives until the graph is gone.
 _attached: dict[int, Callable[[], None]] = {}
+_taking = threading.Lock()
 
 
 def attach(graph: Any, released: Callable[[], None]) -> None:
@@ -68,14 +70,18 @@ def pending() -> int:
 
 def take_finished() -> list[Callable[[], None]]:
     """Return the actions of graphs that are gone, each once. Cheap; no driver call."""
-    finished = []
-    for semaphore in list(_attached):
+    finished: list[Callable[[], None]] = []
+    # Runtimes have locks of their own. Whoever comes second, a finalizer inside this very loop included, finds nothing.
+    if not _attached or not _taking.acquire(blocking=False):
+        return finished
+    try:
         library = _library()
-        if library.sem_trywait(semaphore) == 0:
-            action = _attached.pop(semaphore, None)
-            library.free(semaphore)
-            if action is not None:
-                finished.append(action)
+        for semaphore in list(_attached):
+            if library.sem_trywait(semaphore) == 0:
+                finished.append(_attached.pop(semaphore))
+                library.free(semaphore)
+    finally:
+        _taking.release()
     return finished
 
 

@@ -305,7 +305,7 @@ class TestDisk:
 
     def test_what_a_killed_writer_left_is_removed_in_time(self, folder: Path) -> None:
         compile_anew()
-        old, young = folder / "old.partial", folder / "young.partial"
+        old, young = folder / "qmoe_ep-old.partial", folder / "qmoe_ep-young.partial"
         for path in (old, young):
             path.write_bytes(b"half")
         os.utime(old, (time.time() - 2 * 24 * 3600,) * 2)

@@ -100,6 +100,9 @@ class BorrowedCalls:
             graph = embedders_graph(runtime, stream) if record is not None or runtime.synchronous else None
             if record is not None and graph is not None:
                 graph.register(record)
+            elif record is not None:
+                # It was written in the order of the runtime's stream.
+                runtime.order_stream_after(stream)
             self._enqueue(prepared, addresses, output, allocate(prepared.scratch_bytes), record)
             if graph is not None:
                 return

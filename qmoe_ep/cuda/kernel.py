@@ -16,7 +16,7 @@ import numpy as np
 
 from qmoe_ep.call import check_constants, check_output, describe_call, merge_operands
 from qmoe_ep.cuda.probe import dump_routes, route_dump_enabled
-from qmoe_ep.cuda.tensor import DeviceTensor, as_device_tensor, empty, to_device
+from qmoe_ep.cuda.tensor import DeviceTensor, as_device_tensor, empty, free_after_use, to_device
 from qmoe_ep.cuda.variants import choose_plan
 from qmoe_ep.errors import CaptureError, QMoEError
 from qmoe_ep.graph_capture import CallSignature, CaptureSupport, GraphResources, Registrar, WarmedCalls, registrar
@@ -168,9 +168,12 @@ class QMoEKernel:
                 raise QMoEError(f"the kernel of node {self.node_id} is closed; create it again")
             runtime.collect()
             owner = registrar(runtime)
-            if owner is not None or not self._launch_hot(inputs, outputs, valid_rows):
+            hot = owner is None and self._launch_hot(inputs, outputs, valid_rows)
+            if not hot:
                 self._launch(inputs, outputs, valid_rows, owner)
         if owner is None:
+            if not hot:
+                free_after_use(runtime, (*inputs, *outputs, valid_rows))
             runtime.synchronize()
             if self._dump_routes:
                 dump_routes(self, inputs[1])
@@ -260,7 +263,9 @@ class QMoEKernel:
             (output.signature,),
             () if record is None else (record.identity,),
         )
-        return _Operands(merged, output, rows, record, signature)
+        operands = _Operands(merged, output, rows, record, signature)
+        _check_elements(operands)
+        return operands
 
     def _describe(self, operands: _Operands) -> CallDescription:
         """Check everything that a signature says; a warmed one has been checked."""
@@ -424,6 +429,16 @@ class QMoEKernel:
 def _scratch_addresses(prepared: _Prepared) -> dict[str, int]:
     slots = (slot for slot, _ in prepared.plan.scratch)
     return {slot: allocation.pointer for slot, allocation in zip(slots, prepared.scratch, strict=True)}
+
+
+def _check_elements(operands: _Operands) -> None:
+    """Refuse what isn't aligned to its elements: such an access would end the context for everybody in it."""
+    named = [*zip(INPUT_NAMES, operands.inputs, strict=False), ("output", operands.output)]
+    for name, tensor in (*named, ("valid_rows", operands.valid_rows)):
+        if tensor is not None and tensor.pointer % tensor.dtype.itemsize:
+            raise QMoEError(
+                f"{name}: {tensor.pointer:#x} is not aligned to its elements ({tensor.dtype}); copy it elsewhere"
+            )
 
 
 def _alignment(operands: _Operands) -> Alignment:

@@ -18,6 +18,8 @@ from qmoe_ep.driver import check, driver
 from qmoe_ep.errors import CudaError, QMoEError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from numpy.typing import NDArray
 
     from qmoe_ep.memory import Allocation
@@ -71,6 +73,8 @@ class DeviceTensor:
     ) -> None:
         self.runtime, self.pointer, self.shape, self.dtype = runtime, pointer, shape, dtype
         self.allocation, self._owner, self.read_only = allocation, owner, read_only
+        if not dtype.isnative:
+            raise QMoEError(f"dtype: expected the machine's byte order, got {dtype.str}; convert it")
         self.signature: OperandSignature = (dtype.name, shape)
         self._exported: list[bool] = []
         if allocation is not None:
@@ -103,6 +107,7 @@ class DeviceTensor:
         if isinstance(source, DeviceTensor):
             _order(self.runtime, source.runtime)
             self.runtime.dtod(self.pointer, source.pointer, self.nbytes, doing="copy a tensor")
+            free_after_use(self.runtime, (source,))
         else:
             self.runtime.htod(self.pointer, np.ascontiguousarray(source), doing="copy an array to the device")
         return self
@@ -186,6 +191,8 @@ def empty(runtime: Runtime, shape: tuple[int, ...] | int, dtype: Any) -> DeviceT
 def to_device(runtime: Runtime, array: Any) -> DeviceTensor:
     """Copy a host array (or anything NumPy takes) to a new tensor."""
     host = np.asarray(array)
+    if not host.dtype.isnative:
+        host = host.astype(host.dtype.newbyteorder("="))
     return empty(runtime, host.shape, host.dtype).copy_from(host)
 
 
@@ -210,6 +217,19 @@ def as_device_tensor(runtime: Runtime, value: Any, name: str, *, writable: bool 
     if writable and tensor.read_only:
         raise QMoEError(f"{name}: the array is read-only; give a writable one")
     return tensor
+
+
+def free_after_use(runtime: Runtime, used: Iterable[object]) -> None:
+    """Order the streams of other providers, whose tensors were used, behind what was enqueued on the runtime.
+
+    Their tensors may be dropped at once, and are freed in the order of their own streams. Not to be called with the
+    runtime's lock held: it takes those of others.
+    """
+    if runtime.capture is not None:
+        return
+    for value in used:
+        if isinstance(value, DeviceTensor) and value.runtime is not runtime and value.runtime.capture is None:
+            value.runtime.wait_for_stream(runtime.stream)
 
 
 def _order(runtime: Runtime, producer: Runtime, name: str = "array") -> None:
