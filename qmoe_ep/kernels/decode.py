@@ -19,11 +19,9 @@ from qmoe_ep.kernels.decode_geometry import (
     DownShape,
     GateUpShape,
     Geometry,
-    Stream,
     choose_geometry,
     fits,
-    merged_stream,
-    stream_of,
+    streams_of,
 )
 from qmoe_ep.kernels.operands import matrix_fields, matrix_pointers
 from qmoe_ep.kernels.plan import AddressSource, ModuleSource, Plan, Step
@@ -121,16 +119,10 @@ def shapes(
     call: CallDescription, capabilities: Capabilities, alignment: Mapping[AddressSource, int] | None = None
 ) -> tuple[GateUpShape, DownShape] | str:
     """What the two kernels of a call have to do, or why its matrices can't be streamed."""
-    streams = [stream_of(matrix, alignment or {}) for matrix in call.experts.matrices]
-    for stream in streams:
-        if isinstance(stream, str):
-            return stream
-    fc1, fc2, *rest = (stream for stream in streams if isinstance(stream, Stream))
-    if rest:
-        merged = merged_stream(fc1, rest[0])
-        if merged is None:
-            return "FC1 and FC3 differ in width, zero points or scale type"
-        fc1 = merged
+    streams = streams_of(call, alignment or {})
+    if isinstance(streams, str):
+        return streams
+    fc1, fc2 = streams
     return GateUpShape.of(call, capabilities, fc1), DownShape.of(call, capabilities, fc2)
 
 

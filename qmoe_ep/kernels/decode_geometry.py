@@ -27,8 +27,8 @@ __all__ = [
     "Stream",
     "choose_geometry",
     "fits",
-    "merged_stream",
     "stream_of",
+    "streams_of",
 ]
 
 TILE_ROWS = 16
@@ -162,7 +162,22 @@ def stream_of(matrix: ExpertMatrix, alignment: Mapping[AddressSource, int]) -> S
     return Stream(matrix, codes_copy, scales_copy)
 
 
-def merged_stream(gate: Stream, up: Stream) -> Stream | None:
+def streams_of(call: CallDescription, alignment: Mapping[AddressSource, int]) -> tuple[Stream, Stream] | str:
+    """How FC1 (with FC3) and FC2 are read; or why one of them can't be, in a clause."""
+    streams: list[Stream] = []
+    for matrix in call.experts.matrices:
+        stream = stream_of(matrix, alignment)
+        if isinstance(stream, str):
+            return stream
+        streams.append(stream)
+    fc1, fc2, *rest = streams
+    if not rest:
+        return fc1, fc2
+    merged = _merged_stream(fc1, rest[0])
+    return "FC1 and FC3 differ in width, zero points or scale type" if merged is None else (merged, fc2)
+
+
+def _merged_stream(gate: Stream, up: Stream) -> Stream | None:
     """One stream for gate and up rows that come from two matrices."""
     same = ("bits", "block_size", "zero_points", "scale_dtype")
     if any(getattr(gate.matrix, name) != getattr(up.matrix, name) for name in same):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qmoe_ep.kernels.decode_geometry import Stream, merged_stream, stream_of
+from qmoe_ep.kernels.decode_geometry import Stream, streams_of
 from qmoe_ep.kernels.operands import matrix_fields, matrix_pointers
 from qmoe_ep.kernels.plan import AddressSource, ModuleSource, Plan, Step
 from qmoe_ep.kernels.portable import CombineArguments, GateScalars, gate_scalars
@@ -178,16 +178,10 @@ def _make(
         return "there are no rows"
     check_index_ranges(call)
     experts = call.experts
-    streams = [stream_of(matrix, alignment) for matrix in experts.matrices]
-    for stream in streams:
-        if isinstance(stream, str):
-            return stream
-    fc1, fc2, *rest = (stream for stream in streams if isinstance(stream, Stream))
-    if rest:
-        merged = merged_stream(fc1, rest[0])
-        if merged is None:
-            return "FC1 and FC3 differ in width, zero points or scale type"
-        fc1 = merged
+    streams = streams_of(call, alignment)
+    if isinstance(streams, str):
+        return streams
+    fc1, fc2 = streams
     features = max(experts.hidden_size, experts.inter_size)
     if largest_tile_count(call, GROUP_TOKENS) * features >= 1 << 31:
         return "there are more units of work than the kernels can count"
